@@ -1,0 +1,1 @@
+"""shardwise plans, proves and runs the parallel training of large language models."""
