@@ -1,0 +1,73 @@
+"""Axes, degrees, rank coordinates and groups: integers only.
+
+A mesh is an ordered list of (axis, degree), outermost first. A rank's coordinates are the mixed-radix digits of its
+number, so a group along an axis is an arithmetic progression and no group is ever stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Default order, outermost first: tensor parallel ranks are neighbours, pipeline stages lie farthest apart."""
+
+DATA = ("dp_replicate", "dp_shard")
+"""Axes whose ranks read different sequences."""
+
+SHARDED = ("pp", "dp_shard", "tp")
+"""Axes along which ranks may own different elements of the model state: the clip norm is summed over these."""
+
+REPORT = ("pp", *DATA)
+"""Axes over which the loss is summed, so that every rank can print it."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ordered (axis, degree) pairs, outermost first; `world_size` is the product of the degrees."""
+
+    degrees: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        if len({axis for axis, _ in self.degrees}) != len(self.degrees):
+            raise ValueError(f"an axis is named twice: {self.degrees}")
+        if any(degree < 1 for _, degree in self.degrees):
+            raise ValueError(f"a degree is below 1: {self.degrees}")
+
+    @property
+    def world_size(self) -> int:
+        return prod(degree for _, degree in self.degrees)
+
+    def degree(self, axes: str | Iterable[str]) -> int:
+        """Number of ranks in a group along one axis, or along several axes together."""
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+        table = dict(self.degrees)
+        return prod(table[axis] for axis in wanted)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> position of `rank` along it. Raises ValueError outside 0 .. world_size - 1."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside 0 .. {self.world_size - 1}")
+        found: dict[str, int] = {}
+        for axis, degree in reversed(self.degrees):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Inverse of `coordinates`."""
+        number = 0
+        for axis, degree in self.degrees:
+            number = number * degree + coordinates[axis]
+        return number
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """Global ranks, ascending, that share every coordinate of `rank` but those of `axes`."""
+        here = self.coordinates(rank)
+        wanted = set(axes)
+        ranges = [range(d) if axis in wanted else (here[axis],) for axis, d in self.degrees]
+        names = [axis for axis, _ in self.degrees]
+        return tuple(self.rank(dict(zip(names, point, strict=True))) for point in itertools.product(*ranges))
