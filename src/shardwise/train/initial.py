@@ -1,0 +1,45 @@
+"""Initial weights: functions of (seed, parameter name, row), so that every layout starts from the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from shardwise.model.spec import Model
+from shardwise.plan.shards import Record
+
+CHUNK_ROWS = 256
+"""Rows that share one generator: a rank draws only the chunks that it holds rows of."""
+
+
+def initial_values(model: Model, record: Record, tp: int, tp_index: int, seed: int) -> torch.Tensor:
+    """This rank's part [record.shape] of a parameter, in float64: ones for norms, else normal.
+
+    The deviation is 0.02, that of products into the residual stream 0.02 / sqrt(2 layers) (GPT-2, Radford et al.
+    2019, section 2.3).
+    """
+    if len(record.shape) == 1:
+        return torch.ones(record.shape, dtype=torch.float64)
+    rows, columns = record.shape
+    into_stream = record.name.endswith(("attention.out.weight", "mlp.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * model.layers) if into_stream else 0.02
+    if record.tp_dim == 1:
+        whole = _rows(record.name, 0, rows, columns * tp, seed)
+        return whole[:, tp_index * columns : (tp_index + 1) * columns].mul(deviation)
+    start = tp_index * rows if record.tp_dim == 0 else 0
+    return _rows(record.name, start, start + rows, columns, seed).mul_(deviation)
+
+
+def _rows(name: str, start: int, stop: int, columns: int, seed: int) -> torch.Tensor:
+    """Rows start .. stop of the whole parameter, standard normal [stop - start, columns]."""
+    out = torch.empty(stop - start, columns, dtype=torch.float64)
+    for chunk in range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS)):
+        first = chunk * CHUNK_ROWS
+        digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        drawn = torch.randn(CHUNK_ROWS, columns, dtype=torch.float64, generator=generator)
+        low, high = max(start, first), min(stop, first + CHUNK_ROWS)
+        out[low - start : high - start] = drawn[low - first : high - first]
+    return out

@@ -1,0 +1,114 @@
+"""One rank of a plan, built: world, model state, executor, optimizer; and its training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.collective import Labels
+from shardwise.model.spec import Unit
+from shardwise.plan.job import Job
+from shardwise.plan.layout import Layout
+from shardwise.plan.rows import lowered_row
+from shardwise.plan.shards import RankUnits, logical_name, rank_units, tied_ranks
+from shardwise.train.comm import Comm
+from shardwise.train.initial import initial_values
+from shardwise.train.nn import Context, UnitModule, rope_tables
+from shardwise.train.optim import Optimizer, OptimizerSettings, clip_norm, report, token_scale
+from shardwise.train.pipeline import Data, Executor
+from shardwise.train.unit import UnitState, torch_dtype
+from shardwise.train.weights import Slot, WeightQueue
+from shardwise.train.world import World
+
+
+@dataclass(slots=True)
+class Rank:
+    """Everything that one rank holds. Made by `build_rank`."""
+
+    job: Job
+    layout: Layout
+    world: World
+    states: dict[str, UnitState]
+    executor: Executor
+    optimizer: Optimizer
+    wide: torch.dtype
+    device: torch.device
+
+    @property
+    def micro_batches(self) -> int:
+        return self.job.micro_batches(self.layout)
+
+    @property
+    def needs_ids(self) -> bool:
+        return "embedding" in self.states
+
+    @property
+    def needs_targets(self) -> bool:
+        return "head" in self.states
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Scalars on the device: reading them is the loop's business, never the step's."""
+
+    loss: torch.Tensor
+    norm: torch.Tensor
+
+
+def build_rank(job: Job, layout: Layout, comm: Comm, labels: Labels, *, seed: int | None = 0,
+               settings: OptimizerSettings | None = None, device: torch.device | None = None) -> Rank:  # fmt: skip
+    """Allocate one rank's state and wire its executor. `seed` None leaves the weights at zero (a dry run)."""
+    device = device or torch.device("cpu")
+    model, precision = job.model, job.precision
+    compute, wide = torch_dtype(precision.compute), torch_dtype(precision.accumulate)
+    world = World(layout.mesh, comm, labels, tied_ranks(model, layout))
+    held = rank_units(model, layout, world.coordinates["pp"])
+    states = {name: UnitState(s, layout.zero, precision, world, device) for name, s in held.storages.items()}
+    queue = WeightQueue()
+    cos, sin = rope_tables(model, job.seq_len, compute)
+    context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)))
+    modules: dict[str, UnitModule] = {}
+    for unit in held.units:
+        modules[unit.name] = UnitModule(unit, _slots_of(unit, held, states), context)
+    if seed is not None:
+        for state in states.values():
+            _load(state, job, layout, world, seed)
+    cut = job.cut(layout)
+    shape = (cut.tokens // (layout.tp if layout.sp else 1), model.hidden)
+    executor = Executor(world, held, modules, states, queue, shape, layout.recompute == "full")
+    optimizer = Optimizer(states.values(), settings or OptimizerSettings())
+    return Rank(job, layout, world, states, executor, optimizer, wide, device)
+
+
+def _slots_of(unit: Unit, held: RankUnits, states: dict[str, UnitState]) -> dict[str, Slot]:
+    """The unit's parameters by their names in the unit; a tied weight may sit in another unit's storage."""
+    every = {name: slot for storage in held.uses[unit.name] for name, slot in states[storage].slots.items()}
+    return {p.name: every[logical_name(unit, p)] for p in unit.block.parameters}
+
+
+def _load(state: UnitState, job: Job, layout: Layout, world: World, seed: int) -> None:
+    records = state.storage.records
+    values = {r.name: initial_values(job.model, r, layout.tp, world.index("tp"), seed) for r in records}
+    state.load({name: value.to(state.wide) for name, value in values.items()})
+
+
+def train_step(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None) -> StepResult:
+    """One optimizer step over this rank's micro-batches. ids, targets [micro-batches, T]; None where not needed."""
+    result = gradients(rank, ids, targets)
+    rank.optimizer.step(result.norm)
+    return result
+
+
+def gradients(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None) -> StepResult:
+    """Forward and backward of one step: every gradient summed over all ranks, in the states' gradient shards."""
+    world = rank.world
+    for state in rank.states.values():
+        state.zero_gradient()
+    scale = torch.zeros((), dtype=rank.wide, device=rank.device)
+    if targets is not None:
+        scale = token_scale(targets, rank.wide, world)
+    row = lowered_row(rank.job.model, rank.layout, rank.micro_batches, world.coordinates["pp"])
+    losses = rank.executor.run(row, Data(ids, targets, scale))
+    loss = report(losses, rank.wide, rank.device, world)
+    return StepResult(loss, clip_norm(rank.states.values(), world))
