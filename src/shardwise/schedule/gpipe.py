@@ -1,0 +1,34 @@
+"""GPipe (Huang et al. 1811.06965, figure 2c): all forwards, then all backwards; every micro-batch is in flight at once.
+
+The backwards run in the order 0 .. m-1, so that the micro-batch that has waited longest frees its activations first.
+"""
+
+from __future__ import annotations
+
+from shardwise.schedule.closed_form import Array
+from shardwise.schedule.table import Action, Op, Schedule
+
+
+def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """`pp` stages, one a rank. `virtual` must be 1."""
+    if virtual != 1:
+        raise ValueError(f"gpipe places one stage on a rank, not {virtual}")
+    rows = tuple(tuple(Action(op, rank, i) for op in (Op.F, Op.BW) for i in range(micro_batches)) for rank in range(pp))
+    return Schedule("gpipe", (tuple(range(pp)),), rows, micro_batches)
+
+
+def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
+    """Seconds from the first to the last action; arguments as of `schedule.span`.
+
+    Each phase is a pipeline of its own: sum + (m-1) max. Equal stages give the bubble (p-1)(F+B+W) (Narayanan et al.
+    2104.04473, section 2.2.1). Both phases together expose 2(p-1) transfers a step.
+    """
+    bw = b + w
+    steady = f.max(-1) + bw.max(-1)
+    return f.sum(-1) + bw.sum(-1) + (micro_batches - 1) * steady + 2 * (pp - 1) * p2p_s
+
+
+if __name__ == "__main__":
+    from shardwise.schedule.drawing import render
+
+    print(render(generate(pp=4, micro_batches=6)))

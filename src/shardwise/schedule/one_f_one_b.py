@@ -1,0 +1,53 @@
+"""1F1B, that is PipeDream-flush (Narayanan et al. 2006.09503, section 3.2): rank r keeps min(m, p - r) in flight.
+
+After p - 1 - r warm-up forwards a rank alternates one forward with one backward, then drains.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.schedule.closed_form import Array, paced
+from shardwise.schedule.table import Action, Op, Schedule
+
+
+def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """`pp` stages, one a rank. `virtual` must be 1."""
+    if virtual != 1:
+        raise ValueError(f"1f1b places one stage on a rank, not {virtual}; interleaved:{virtual} does")
+    rows = tuple(_row(rank, pp, micro_batches) for rank in range(pp))
+    return Schedule("1f1b", (tuple(range(pp)),), rows, micro_batches)
+
+
+def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
+    warm_up = min(micro_batches, pp - 1 - rank)
+    row = [Action(Op.F, rank, i) for i in range(warm_up)]
+    for i in range(micro_batches):
+        if i + warm_up < micro_batches:
+            row.append(Action(Op.F, rank, i + warm_up))
+        row.append(Action(Op.BW, rank, i))
+    return tuple(row)
+
+
+def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
+    """Seconds from the first to the last action; arguments as of `schedule.span`. X = F+B+W of a stage.
+
+    Equal stages: the bubble (p-1)(F+B+W), exactly (Narayanan et al. 2104.04473, section 2.2.1). Unequal ones: sum X +
+    (m-1) max X is an upper bound, see `paced`. Exposed transfers: at most p micro-batches are in flight, and such a
+    round trip holds 2(p-1) transfers, so that in the long run each micro-batch pays 2(p-1)/p of one.
+    """
+    x = f + b + w
+    later = micro_batches - 1
+    transfers = 2 * (pp - 1 + later - np.ceil(later / pp))  # equal stages: the first one's way, then round trips of p
+    return x.sum(-1) + paced(x, x.max(-1), later, pp, 1) + transfers * p2p_s
+
+
+def saturation(pp: int) -> int:
+    """The p in flight, and two more to alternate with: found by enumeration up to pp=8, held by a test."""
+    return pp + 2
+
+
+if __name__ == "__main__":
+    from shardwise.schedule.drawing import render
+
+    print(render(generate(pp=4, micro_batches=6)))

@@ -1,0 +1,50 @@
+"""Long steps at the price of short ones: walk the ends of the step, continue its steady state by the period."""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import NamedTuple
+
+from shardwise.schedule.passes import add_p2p
+from shardwise.schedule.registry import build, period
+from shardwise.schedule.walk import Delays, Durations, Timeline, walk
+
+
+class PeriodicSpan(NamedTuple):
+    """`span_s` of a step of `micro_batches`, of which `walked` were walked."""
+
+    span_s: float
+    walked: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.span_s:.6g} s ({self.walked} of {self.micro_batches} micro-batches walked)"
+
+
+def walk_periodic(
+    name: str, pp: int, micro_batches: int, durations: Durations, p2p_s: Delays = 0.0, tolerance: float = 1e-3
+) -> PeriodicSpan:
+    """The span of `micro_batches`, walking fewer where the steady state is reached, to `tolerance`.
+
+    That is where two successive periods take the same time, and as much as the busiest rank needs for one: before its
+    pace has spread to the ends of the step they may be equal too. Else twice as many are walked, up to all.
+    """
+    step = period(name, pp)
+    walked = 4 * pp + 4
+    while True:
+        walked += (micro_batches - walked) % step  # the last group is as short as that of the whole step
+        if walked >= micro_batches:
+            span_s = _walk(name, pp, micro_batches, durations, p2p_s).span_s
+            return PeriodicSpan(span_s, micro_batches, micro_batches)
+        last, before, earlier = (_walk(name, pp, walked - k * step, durations, p2p_s) for k in (0, 1, 2))
+        each_s = last.span_s - before.span_s
+        busiest_s = max(a - b for a, b in zip(last.busy_s, before.busy_s, strict=True))
+        steady = isclose(each_s, before.span_s - earlier.span_s, rel_tol=tolerance)
+        if steady and each_s >= busiest_s * (1 - tolerance):
+            return PeriodicSpan(last.span_s + (micro_batches - walked) // step * each_s, walked, micro_batches)
+        walked *= 2
+
+
+def _walk(name: str, pp: int, micro_batches: int, durations: Durations, p2p_s: Delays) -> Timeline:
+    schedule = build(name, pp, micro_batches)
+    return walk(add_p2p(schedule), schedule, durations, p2p_s)
