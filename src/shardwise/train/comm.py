@@ -46,13 +46,17 @@ class Message(NamedTuple):
 
 
 class Comm(Protocol):
-    """What a backend offers one rank. Shapes: `n` is the group's size; `x` is flat or has a leading dim that n divides."""
+    """What a backend offers one rank. `n` is a group's size; `x` is flat or has a leading dim that n divides."""
 
     rank: int
     world_size: int
 
     def group(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Group:
         """Make (once, eagerly) the group of these global ranks; called in the same order by all its members."""
+        ...
+
+    def point_to_point_group(self, ranks: tuple[int, ...]) -> None:
+        """Make the group in which `post` reaches these peers, apart from those that carry collectives."""
         ...
 
     def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> None:
@@ -64,7 +68,7 @@ class Comm(Protocol):
         ...
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x. `out` may be that part of x itself."""
+        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x; `out` may be that part of x itself."""
         ...
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:

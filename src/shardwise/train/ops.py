@@ -116,7 +116,9 @@ class _Linear(torch.autograd.Function):
         if place.queue.deferred is None and outer is not None:
             slots[0].add(torch.mm(outer.t(), x))
         else:
-            place.queue.put(lambda: _weight_gradients(x, gradients, slots, row, place))
+            # Detached, or the queue would hold the graph behind x.
+            held = x.detach()
+            place.queue.put(lambda: _weight_gradients(held, gradients, slots, row, place))
         return dx, gradients[0] if ctx.residual else None, None, None, None, None
 
 

@@ -7,6 +7,7 @@ a stage waits in the outbox for the batch that sends it; a sent tensor lives unt
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,9 @@ from shardwise.train.nn import UnitModule
 from shardwise.train.unit import UnitState
 from shardwise.train.weights import Entry, WeightQueue, drain
 from shardwise.train.world import World
+
+
+Done = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,18 @@ class Executor:
         state = next(iter(states.values()))
         self.dtype, self.device = state.compute, state.master.device
 
-    def run(self, row: Lowered, data: Data) -> list[torch.Tensor]:
-        """One step; the losses of the micro-batches, where the last stage is ours."""
+    def run(self, row: Lowered, data: Data, done: Done | None = None) -> list[torch.Tensor]:
+        """One step; the losses of the micro-batches, where the last stage is ours.
+
+        `done` is called with each micro-batch whose last gradient on our first stage is through.
+        """
         step = _Step(data)
+        first = min(self.placed)
         for entry in row:
             if isinstance(entry, Instruction):
                 self._instruct(entry, step)
+                if done is not None and entry.last and entry.stage == first and entry.do in (Op.W, Op.BW):
+                    done(entry.micro_batch)
             else:
                 self._post(entry, step)
         _settle(step)

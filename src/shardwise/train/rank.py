@@ -16,7 +16,7 @@ from shardwise.train.comm import Comm
 from shardwise.train.initial import initial_values
 from shardwise.train.nn import Context, UnitModule, rope_tables
 from shardwise.train.optim import Optimizer, OptimizerSettings, clip_norm, report, token_scale
-from shardwise.train.pipeline import Data, Executor
+from shardwise.train.pipeline import Data, Done, Executor
 from shardwise.train.unit import UnitState, torch_dtype
 from shardwise.train.weights import Slot, WeightQueue
 from shardwise.train.world import World
@@ -93,14 +93,19 @@ def _load(state: UnitState, job: Job, layout: Layout, world: World, seed: int) -
     state.load({name: value.to(state.wide) for name, value in values.items()})
 
 
-def train_step(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None) -> StepResult:
-    """One optimizer step over this rank's micro-batches. ids, targets [micro-batches, T]; None where not needed."""
-    result = gradients(rank, ids, targets)
+def train_step(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None,
+               micro_batches: int | None = None, done: Done | None = None) -> StepResult:  # fmt: skip
+    """One optimizer step over this rank's micro-batches. ids, targets [micro-batches, T]; None where not needed.
+
+    `micro_batches` runs fewer than the job's (a dry run's steady state); `done` is told of each as it ends.
+    """
+    result = gradients(rank, ids, targets, micro_batches, done)
     rank.optimizer.step(result.norm)
     return result
 
 
-def gradients(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None) -> StepResult:
+def gradients(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None,
+              micro_batches: int | None = None, done: Done | None = None) -> StepResult:  # fmt: skip
     """Forward and backward of one step: every gradient summed over all ranks, in the states' gradient shards."""
     world = rank.world
     for state in rank.states.values():
@@ -108,7 +113,8 @@ def gradients(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None
     scale = torch.zeros((), dtype=rank.wide, device=rank.device)
     if targets is not None:
         scale = token_scale(targets, rank.wide, world)
-    row = lowered_row(rank.job.model, rank.layout, rank.micro_batches, world.coordinates["pp"])
-    losses = rank.executor.run(row, Data(ids, targets, scale))
+    count = micro_batches or rank.micro_batches
+    row = lowered_row(rank.job.model, rank.layout, count, world.coordinates["pp"])
+    losses = rank.executor.run(row, Data(ids, targets, scale), done)
     loss = report(losses, rank.wide, rank.device, world)
     return StepResult(loss, clip_norm(rank.states.values(), world))

@@ -167,8 +167,9 @@ class _Operation:
     gate: _Gate
 
     def __str__(self) -> str:
-        send, tensor, peer, name = self.message
-        return f"{'send' if send else 'recv'} {name!r} {type_text(tensor)} {'to' if send else 'from'} rank {peer}"
+        message = self.message
+        kind, preposition = ("send", "to") if message.send else ("recv", "from")
+        return f"{kind} {message.name!r} {type_text(message.tensor)} {preposition} rank {message.peer}"
 
 
 class _World:
@@ -236,6 +237,7 @@ class _World:
     def fail(self, what: str, rank: int | None = None, cause: BaseException | None = None) -> None:
         """Keep the first failure, with the state of every rank but the one that caused it."""
         if self.failure is None:
+            self.failure = RankError(what, {}, rank, cause)  # already now: no fault in reporting may let ranks go on
             states = {r: self.state(r) for r in range(self.size) if r != rank}
             self.failure = RankError(what, states, rank, cause)
 

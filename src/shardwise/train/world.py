@@ -25,6 +25,9 @@ class World:
         self.groups: dict[Axes, Group | None] = {}
         for axes in (("tp",), ("dp_shard",), ("dp_replicate",), DATA, REPORT, SHARDED):
             self.groups[axes] = self._make(axes, mesh.group(self.rank, axes))
+        if mesh.degree("pp") > 1:
+            comm.point_to_point_group(mesh.group(self.rank, ("pp",)))
+        # Only some ranks have this one, so it comes last: groups are named by how many came before them.
         mine = self.coordinates["pp"] in tied
         self.groups[TIED_AXES] = self._make(TIED_AXES, tuple(map(self.peer, tied))) if mine else None
 
