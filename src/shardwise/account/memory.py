@@ -1,0 +1,257 @@
+"""Exact peak memory of every layout: static state, the live set of the schedule, and what the running unit adds.
+
+A schedule's live profile says in which states each pipeline rank runs its actions; a unit's memory says what an action
+adds; both are integers, so the peak is exact. All of it is computed on columns of a `LayoutBatch`: one layout is a
+batch of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise import schedule as schedules
+from shardwise.account.static import Columns, columns_of
+from shardwise.plan.batch import Ints, LayoutBatch
+from shardwise.plan.job import Job
+from shardwise.plan.layout import Layout, default_split
+from shardwise.results import MemoryBreakdown
+from shardwise.schedule import LiveState
+from shardwise.schedule.table import Op
+
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+
+
+class Profile(NamedTuple):
+    """A stage by what it holds; stages with equal profiles have equal memory."""
+
+    embedding: bool
+    layers: int
+    head: bool
+
+    def kind(self, position: int) -> str:
+        if position < self.embedding:
+            return EMBEDDING
+        return LAYER if position < self.embedding + self.layers else HEAD
+
+    @property
+    def units(self) -> int:
+        return self.embedding + self.layers + self.head
+
+    def ends(self, op: Op) -> tuple[str, str]:
+        """Kinds of the first and the last unit that an action of this op runs."""
+        first, last = self.kind(0), self.kind(self.units - 1)
+        return (first, last) if op is Op.F else (last, first)
+
+
+def profiles_of(split: tuple[int, ...]) -> tuple[Profile, ...]:
+    """The profile of every stage."""
+    last = len(split) - 1
+    return tuple(Profile(i == 0, layers, i == last) for i, layers in enumerate(split))
+
+
+def _positions(profile: Profile) -> Iterator[int]:
+    """Units at which an action's memory can peak: it is linear in between, over equal layers."""
+    first, layers = int(profile.embedding), profile.layers
+    inner = {0, 1, layers - 2, layers - 1} if layers > 1 else set(range(layers))
+    wanted = {first + i for i in inner if 0 <= i < layers}
+    return iter(sorted(wanted | {0, profile.units - 1}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Adds:
+    """What an action adds at its peak, by part: [n] each."""
+
+    activations: Ints
+    gathered: Ints
+    gradients: Ints
+
+    @property
+    def total(self) -> Ints:
+        return self.activations + self.gathered + self.gradients
+
+
+class _Actions:
+    """Prices the actions of one group of layouts; equal questions are asked once."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.c = columns
+        self._known: dict[object, _Adds] = {}
+
+    def adds(self, state: LiveState, profile: Profile, before: str | None, after: str | None) -> _Adds:
+        """The peak inside the action. `before`, `after`: units that run just before and after it on this rank."""
+        key = (state.op, profile, before, after)
+        if key not in self._known:
+            moments = [m for p in _positions(profile) for m in self._moments(state.op, profile, p, before, after)]
+            self._known[key] = _largest(moments)
+        return self._known[key]
+
+    def _moments(self, op: Op, profile: Profile, p: int, before: str | None, after: str | None) -> Iterator[_Adds]:
+        """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""
+        c, kind = self.c, profile.kind(p)
+        step = 1 if op is Op.F else -1
+        ahead = profile.kind(p + step) if 0 <= p + step < profile.units else after
+        behind = profile.kind(p - step) if 0 <= p - step < profile.units else before
+        rest = self._saved(profile, p) + (self._queued(profile, p) if op is Op.B else self._waiting(profile, p, op))
+        unit = c.unit[kind]
+        peak = {Op.F: unit.f_peak, Op.BW: unit.bw_peak, Op.B: unit.b_peak, Op.W: unit.w_peak}[op]
+        reads = op is not Op.W
+        coming = c.coming(ahead, kind if reads else None)
+        zero = np.zeros_like(rest)
+        if reads:
+            held = unit.input if op is Op.F else unit.saved + unit.incoming
+            yield _Adds(rest + held, c.becoming_ready(kind, behind), zero)
+        opened = c.opened(kind) if op in (Op.W, Op.BW) else zero
+        whole = c.whole(kind) if reads else zero
+        yield _Adds(rest + peak, whole + coming, opened)
+        if op in (Op.W, Op.BW):
+            left = unit.input if op is Op.BW else zero
+            yield _Adds(rest + left, whole + coming, opened + c.reduced(kind))
+
+    def _saved(self, profile: Profile, p: int) -> Ints:
+        """Kept by the stage's units below unit p."""
+        c = self.c
+        layers = min(max(p - profile.embedding, 0), profile.layers)
+        return layers * c.unit[LAYER].saved + (p > 0 and profile.embedding) * c.unit[EMBEDDING].saved
+
+    def _queued(self, profile: Profile, p: int) -> Ints:
+        """Left for W by the units above unit p, through which B has come."""
+        c = self.c
+        above = min(profile.units - profile.head - 1 - p, profile.layers)
+        above_head = profile.head and p < profile.units - 1
+        return max(above, 0) * c.unit[LAYER].queued + above_head * c.unit[HEAD].queued
+
+    def _waiting(self, profile: Profile, p: int, op: Op) -> Ints:
+        """W drains from the top: the units below still hold their queues, and saved nothing else."""
+        c = self.c
+        if op is not Op.W:
+            return np.zeros_like(c.unit[LAYER].saved)
+        layers = min(max(p - profile.embedding, 0), profile.layers)
+        below = layers * c.unit[LAYER].queued + (p > 0 and profile.embedding) * c.unit[EMBEDDING].queued
+        return below - self._saved(profile, p)
+
+    def stage(self, profile: Profile) -> tuple[Ints, Ints]:
+        """(saved from F to B, queued from B to W) of a micro-batch of the whole stage."""
+        c, units = self.c, profile.units
+        saved = self._saved(profile, units - profile.head) + profile.head * c.unit[HEAD].saved
+        queued = profile.layers * c.unit[LAYER].queued + profile.embedding * c.unit[EMBEDDING].queued
+        return saved, queued + profile.head * c.unit[HEAD].queued
+
+
+def _largest(moments: list[_Adds]) -> _Adds:
+    """The largest moment of every layout."""
+    which = np.argmax(np.stack([m.total for m in moments]), axis=0)
+    pick = np.arange(len(which))
+    return _Adds(
+        np.stack([m.activations for m in moments])[which, pick],
+        np.stack([m.gathered for m in moments])[which, pick],
+        np.stack([m.gradients for m in moments])[which, pick],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Layouts that share schedule, stages and micro-batch count: what one live profile serves."""
+
+    rows: Ints
+    pp: int
+    name: str
+    micro_batches: int
+    split: tuple[int, ...]
+
+
+def _groups(job: Job, batch: LayoutBatch) -> Iterator[_Group]:
+    m = job.global_batch // (batch.dp * batch.mb)
+    names = batch.names
+    keys: dict[tuple[int, int, int, int], list[int]] = {}
+    columns = zip(batch.pp.tolist(), batch.schedule.tolist(), batch.split.tolist(), m.tolist(), strict=True)
+    for row, (pp, schedule, split, count) in enumerate(columns):
+        keys.setdefault((pp, schedule, split, schedules.capped(names[schedule], pp, count)), []).append(row)
+    for (pp, schedule, split, count), rows in keys.items():
+        name = names[schedule]
+        stages = pp * schedules.virtual_stages(name)
+        parts = batch.splits[split] or default_split(job.model.layers, stages)
+        yield _Group(np.asarray(rows), pp, name, count, parts)
+
+
+class _RankPeaks(NamedTuple):
+    """One pipeline rank at every state: totals [states, n], and what decomposes them."""
+
+    totals: Ints
+    labels: list[str]
+    adds: list[_Adds]
+    waiting: Ints
+    p2p: Ints
+
+
+def _rank_peaks(group: _Group, rank: int, actions: _Actions) -> _RankPeaks:
+    """All live states of one pipeline rank, priced."""
+    held = profiles_of(group.split)[rank :: group.pp]
+    stages = [actions.stage(p) for p in held]
+    states = schedules.profile(group.name, group.pp, group.micro_batches)[rank]
+    saved, queued = (np.stack([s[i] for s in stages]) for i in (0, 1))  # [chunks, n]
+    in_flight = np.asarray([s.in_flight for s in states], dtype=np.int64)  # [states, chunks]
+    waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
+    buffers = np.asarray([s.send_buffers + s.recv_buffers for s in states], dtype=np.int64)
+    p2p = buffers[:, None] * actions.c.border
+    adds = [actions.adds(s, held[s.chunk], _neighbour(s.preceding, held, 1), _neighbour(s.following, held, 0)) for s in states]
+    totals = waiting + p2p + np.stack([a.total for a in adds])
+    labels = [f"{s.op} of stage {rank + s.chunk * group.pp}" for s in states]
+    return _RankPeaks(totals, labels, adds, waiting, p2p)
+
+
+def _neighbour(action: tuple[Op, int] | None, held: tuple[Profile, ...], end: int) -> str | None:
+    """Kind of the unit next to this action in a neighbouring action; None where it reads no parameters."""
+    if action is None or action[0] is Op.W:
+        return None
+    return held[action[1]].ends(action[0])[end]
+
+
+def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:
+    """Total bytes, assumed parts included, of each layout's fullest pipeline rank: [n]. The layouts must be legal."""
+    out = np.zeros(len(batch), dtype=np.int64)
+    for group in _groups(job, batch):
+        columns = columns_of(job, batch.take(group.rows))
+        actions = _Actions(columns)
+        for rank in range(group.pp):
+            held = profiles_of(group.split)[rank :: group.pp]
+            static = columns.static(held)
+            dynamic = np.maximum(_rank_peaks(group, rank, actions).totals.max(axis=0), columns.step_scratch(held))
+            proved = sum(static.values()) + dynamic
+            total = proved + sum(columns.assumed(proved).values())
+            out[group.rows] = np.maximum(out[group.rows], total)
+    return out
+
+
+def memory_of(job: Job, layout: Layout) -> list[MemoryBreakdown]:
+    """The peak of every pipeline rank of a legal layout, by part, with the action at which it occurs."""
+    batch = LayoutBatch.of([layout])
+    (group,) = _groups(job, batch)
+    columns = columns_of(job, batch)
+    actions = _Actions(columns)
+    return [_breakdown(group, rank, columns, actions) for rank in range(group.pp)]
+
+
+def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) -> MemoryBreakdown:
+    held = profiles_of(group.split)[rank :: group.pp]
+    peaks = _rank_peaks(group, rank, actions)
+    i = int(np.argmax(peaks.totals[:, 0]))
+    step = int(columns.step_scratch(held)[0])
+    parts = {name: int(value[0]) for name, value in columns.static(held).items()}
+    if step > int(peaks.totals[i, 0]):
+        action = "optimizer step"
+        parts["gathered parameters"] = step
+    else:
+        action = peaks.labels[i]
+        add = peaks.adds[i]
+        parts["activations"] = int(peaks.waiting[i, 0] + add.activations[0])
+        parts["gathered parameters"] = int(add.gathered[0])
+        parts["gradients"] += int(add.gradients[0])
+        parts["pipeline buffers"] = int(peaks.p2p[i, 0])
+    proved = np.asarray([sum(parts.values())])
+    assumed = {name: int(value[0]) for name, value in columns.assumed(proved).items()}
+    return MemoryBreakdown(rank, action, {k: v for k, v in parts.items() if v}, assumed)
+

@@ -1,0 +1,213 @@
+"""Columns of what the memory model adds up: unit memory, storages and the assumed parts, for many layouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from shardwise.account.units import UnitMemory, unit_memory
+from shardwise.model.spec import Cut, Model, Unit
+from shardwise.plan.batch import Ints, LayoutBatch
+from shardwise.plan.job import Job
+from shardwise.plan.shards import Storage, make_storage
+
+KINDS = ("embedding", "layer", "head")
+
+
+class Held(Protocol):
+    """A stage by what it holds."""
+
+    @property
+    def embedding(self) -> bool: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def head(self) -> bool: ...
+
+
+class UnitColumns(NamedTuple):
+    """`UnitMemory` of one kind of unit, a column [n] a field; `incoming` is the gradient that its backward takes."""
+
+    input: Ints
+    saved: Ints
+    incoming: Ints
+    f_peak: Ints
+    bw_peak: Ints
+    b_peak: Ints
+    queued: Ints
+    w_peak: Ints
+
+
+class StorageColumns(NamedTuple):
+    """Elements of one kind's storage, [n] each: as the products see it, padded over all shards, and one shard."""
+
+    numel: Ints
+    padded: Ints
+    shard: Ints
+    parts: Ints
+    """flat views that the optimizer steps"""
+
+
+def _columns(rows: Sequence[tuple[int, ...]]) -> list[Ints]:
+    return list(np.asarray(rows, dtype=np.int64).T)
+
+
+def _per_unique(keys: list[tuple[int, ...]], value: Callable[..., tuple[int, ...]]) -> list[Ints]:
+    """Columns of value(*key), each distinct key evaluated once."""
+    known = {key: value(*key) for key in set(keys)}
+    return _columns([known[key] for key in keys])
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Everything by column [n]; methods return bytes [n]. `shared`: one rank holds both users of a tied weight."""
+
+    job: Job
+    unit: dict[str, UnitColumns]
+    storage: dict[str, StorageColumns]
+    zero: Ints
+    border: Ints
+    """one activation at a stage border"""
+    data: Ints
+    """token ids of a whole step; the targets are as many"""
+    shared: bool
+    groups: Ints
+    """communicators that a rank opens"""
+
+    def uses(self, kind: str) -> tuple[str, ...]:
+        """Storages that a unit of this kind reads."""
+        return ("head", "embedding") if kind == "head" and self.shared else (kind,)
+
+    @property
+    def _compute(self) -> int:
+        return self.job.precision.compute_bytes
+
+    @property
+    def _wide(self) -> int:
+        return self.job.precision.accumulate_bytes
+
+    def _gathered(self, elements: Ints, width: int) -> Ints:
+        """Only ZeRO-3 has it."""
+        return np.where(self.zero == 3, elements * width, 0)
+
+    def _in_transit(self, storage: str) -> Ints:
+        """A gather under way: the whole padded unit, and this rank's part where it had to be cast."""
+        s = self.storage[storage]
+        cast = s.shard if self._compute != self._wide else 0
+        return self._gathered(s.padded + cast, self._compute)
+
+    def coming(self, ahead: str | None, running: str | None) -> Ints:
+        """Gathers under way for the next unit while `running` (None: it holds no parameters) computes."""
+        held = self.uses(running) if running else ()
+        wanted = [s for s in self.uses(ahead) if s not in held or ahead == "layer"] if ahead else []
+        if ahead == "embedding" == running or ahead == "head" == running:
+            wanted = []
+        return sum((self._in_transit(s) for s in wanted), np.zeros_like(self.zero))
+
+    def whole(self, kind: str) -> Ints:
+        """Parameters of a unit while it computes."""
+        return sum((self._gathered(self.storage[s].numel, self._compute) for s in self.uses(kind)), np.zeros_like(self.zero))
+
+    def becoming_ready(self, kind: str, behind: str | None) -> Ints:
+        """Largest moment of copying a unit's parameters out of its gather; nothing if the unit behind held them."""
+        waiting = list(self.uses(kind))
+        if behind is not None and kind != "layer":
+            waiting = [s for s in waiting if s not in self.uses(behind)]
+        moments = [np.zeros_like(self.zero)]
+        done = np.zeros_like(self.zero)
+        for i, s in enumerate(waiting):
+            columns = self.storage[s]
+            copying = self._gathered(columns.padded + columns.numel, self._compute)
+            moments.append(done + copying + sum((self._in_transit(o) for o in waiting[i + 1 :]), np.zeros_like(done)))
+            done = done + self._gathered(columns.numel, self._compute)
+        return np.maximum.reduce(moments)
+
+    def opened(self, kind: str) -> Ints:
+        """Gradient buffers of one micro-batch of a unit."""
+        return sum((self._gathered(self.storage[s].padded, self._wide) for s in self.uses(kind)), np.zeros_like(self.zero))
+
+    def reduced(self, kind: str) -> Ints:
+        """What a reduce-scatter returns, before it is added to the shard."""
+        return np.maximum.reduce([self._gathered(self.storage[s].shard, self._wide) for s in self.uses(kind)])
+
+    def static(self, held: Sequence[Held]) -> dict[str, Ints]:
+        """What lives from the first step to the last on a rank that holds these stages."""
+        counts = {
+            "embedding": sum(p.embedding for p in held),
+            "layer": sum(p.layers for p in held),
+            "head": sum(p.head for p in held),
+        }
+        c, w, zero = self._compute, self._wide, self.zero
+        aliased = (zero == 0) & (c == w)
+        parts = {name: np.zeros_like(zero) for name in ("parameters", "gradients", "optimizer")}
+        for kind, count in counts.items():
+            s = self.storage[kind]
+            parts["parameters"] += count * np.where(zero < 3, s.numel * c, 0)
+            parts["gradients"] += count * np.where(zero < 3, s.padded, s.shard) * w
+            parts["optimizer"] += count * (np.where(aliased, 2, 3) * s.shard * w + s.parts * 4)
+        ends = counts["embedding"] + counts["head"]
+        tables = self.job.seq_len * self.job.model.head_dim * c
+        parts["tokens and tables"] = ends * self.data + tables
+        return parts
+
+    def step_scratch(self, held: Sequence[Held]) -> Ints:
+        """Largest moment of the optimizer's step: ZeRO-1 gathers the new parameters, unit by unit."""
+        kinds = {k for p in held for k, here in zip(KINDS, (p.embedding, p.layers > 0, p.head), strict=True) if here}
+        cast = self._compute != self._wide
+        sizes = [(self.storage[k].padded + cast * self.storage[k].shard) * self._compute for k in kinds]
+        return np.where(self.zero == 1, np.maximum.reduce(sizes), 0)
+
+    def assumed(self, proved: Ints) -> dict[str, Ints]:
+        """Context, communicators and the allocator's margin: priors of the device, counted for fit only."""
+        assumed = self.job.cluster.device.assumed_memory
+        return {
+            "context": np.full_like(proved, assumed.context_bytes),
+            "communicators": self.groups * int(assumed.communicator_bytes),
+            "allocator margin": (proved * assumed.allocator_margin).astype(np.int64),
+        }
+
+
+def columns_of(job: Job, batch: LayoutBatch) -> Columns:
+    """The columns of layouts that share one pp."""
+    model, precision = job.model, job.precision
+    shared = model.tied and int(batch.pp[0]) == 1
+    cuts = list(zip(*(x.tolist() for x in (batch.tp, batch.sp, batch.mb, batch.recompute)), strict=True))
+    stores = list(zip(*(x.tolist() for x in (batch.tp, batch.sp, batch.shards)), strict=True))
+
+    def cut(tp: int, sp: int, mb: int) -> Cut:
+        return Cut(mb * job.seq_len, tp, bool(sp), precision.compute_bytes, precision.accumulate_bytes)
+
+    def memory(kind: str) -> Callable[..., tuple[int, ...]]:
+        return lambda tp, sp, mb, recompute: _fields(unit_memory(model, kind, cut(tp, sp, mb), bool(recompute)))
+
+    def storage(kind: str) -> Callable[..., tuple[int, ...]]:
+        return lambda tp, sp, shards: _sizes(make_storage(model, _unit(model, kind), tp, bool(sp), shards, shared))
+
+    (border,) = _per_unique(cuts, lambda tp, sp, mb, _: (cut(tp, sp, mb).elements(model, "th") * precision.compute_bytes,))
+    groups = (batch.tp > 1).astype(np.int64) + (batch.pp > 1) + (batch.dp_replicate > 1) + (batch.dp_shard > 1)
+    return Columns(
+        job,
+        {k: UnitColumns(*_per_unique(cuts, memory(k))) for k in KINDS},
+        {k: StorageColumns(*_per_unique(stores, storage(k))) for k in KINDS},
+        batch.zero,
+        border,
+        job.global_batch // batch.dp * job.seq_len * 8,
+        shared,
+        groups,
+    )
+
+
+def _unit(model: Model, kind: str) -> Unit:
+    block = next(b for b in model.blocks if b.kind == kind)
+    return Unit("layers.0" if kind == "layer" else kind, block)
+
+
+def _fields(m: UnitMemory) -> tuple[int, ...]:
+    return m.input, m.saved, m.incoming, m.f_peak, m.bw_peak, m.b_peak, m.queued, m.w_peak
+
+
+def _sizes(s: Storage) -> tuple[int, ...]:
+    return s.numel, s.padded_numel, s.shard_numel, (s.vector_numel > 0) + (s.vector_numel < s.shard_numel)

@@ -1,0 +1,110 @@
+"""The dry run: the real training code of one rank, at full scale, on fake tensors under the fake process group."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise import schedule as schedules
+from shardwise.account.comm import predict_ledger
+from shardwise.account.memory import memory_of
+from shardwise.collective import Labels, Ledger
+from shardwise.plan.job import Job
+from shardwise.plan.layout import Layout
+from shardwise.prove.compare import Proof
+from shardwise.prove.record import Recorder
+from shardwise.train.distributed import close_world, open_world
+from shardwise.train.rank import Rank, build_rank, train_step
+
+Progress = Callable[[int, int], None]
+"""Called with (micro-batches done, micro-batches to execute)."""
+
+
+class PeriodError(RuntimeError):
+    """Two successive periods of the steady state issued different collectives: the step cannot be continued."""
+
+
+def prove_rank(
+    job: Job, layout: Layout, rank: int, *, fake: bool = True, full: bool = False, progress: Progress | None = None
+) -> Proof:
+    """Run one step of one global rank and compare it with the plan.
+
+    `fake` False runs real tensors, for small models (their values mean nothing: no other rank answers). `full`
+    executes every micro-batch instead of continuing the steady state by its period. Raises ValueError for a rank
+    outside the layout's world.
+    """
+    if not 0 <= rank < layout.world_size:
+        raise ValueError(f"rank {rank} is outside 0 .. {layout.world_size - 1}")
+    started = time.perf_counter()
+    micro_batches = job.micro_batches(layout)
+    period = schedules.period(layout.schedule, layout.pp)
+    executed = micro_batches if full else _to_execute(layout, micro_batches, period)
+    labels = Labels()
+    recorder = Recorder(labels)
+    comm = open_world("fake", rank, layout.world_size, labels=labels)
+    try:
+        with FakeTensorMode() if fake else nullcontext(), recorder:
+            built = build_rank(job, layout, comm, labels, seed=None)
+            snapshots = _run(built, recorder, micro_batches, executed, progress)
+    finally:
+        close_world()
+    recorded = _continued(recorder.ledger, snapshots, period, executed, micro_batches)
+    pp_rank = layout.mesh.coordinates(rank)["pp"]
+    return Proof(
+        rank=rank,
+        predicted=predict_ledger(job, layout, rank),
+        recorded=recorded,
+        predicted_peak_bytes=memory_of(job, layout)[pp_rank].proved_bytes,
+        measured_peak_bytes=recorder.peak_bytes,
+        peak_at=recorder.peak_at,
+        executed=executed,
+        micro_batches=micro_batches,
+        seconds=time.perf_counter() - started,
+        max_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
+    """Warm-up, two periods and cool-down; the rest of the step is whole periods."""
+    enough = schedules.saturation(layout.schedule, layout.pp)
+    if enough is None:
+        return micro_batches
+    enough += 2 * period
+    enough += (micro_batches - enough) % period
+    return min(micro_batches, enough)
+
+
+def _run(rank: Rank, recorder: Recorder, micro_batches: int, executed: int, progress: Progress | None) -> list[Ledger]:
+    """One measured step; the ledger after each micro-batch's last gradient on the rank's first stage."""
+    tokens = rank.job.cut(rank.layout).tokens
+    ids = torch.zeros(micro_batches, tokens, dtype=torch.int64) if rank.needs_ids else None
+    targets = torch.zeros(micro_batches, tokens, dtype=torch.int64) if rank.needs_targets else None
+    snapshots: list[Ledger] = []
+
+    def done(_: int) -> None:
+        snapshots.append(Counter(recorder.ledger))
+        if progress is not None:
+            progress(len(snapshots), executed)
+
+    recorder.start()
+    train_step(rank, ids, targets, micro_batches=executed, done=done)
+    return snapshots
+
+
+def _continued(ledger: Ledger, snapshots: list[Ledger], period: int, executed: int, micro_batches: int) -> Ledger:
+    """The ledger of the whole step: what was executed and, asserted equal, the periods that were not."""
+    if executed == micro_batches:
+        return ledger
+    middle = len(snapshots) // 2
+    first, second, third = (snapshots[middle + k * period] for k in (-1, 0, 1))
+    one, two = second - first, third - second
+    if one != two:
+        raise PeriodError(f"micro-batches {middle - period} .. {middle + period} of {executed} are not periodic")
+    times = (micro_batches - executed) // period
+    return ledger + Counter({c: n * times for c, n in two.items()})
