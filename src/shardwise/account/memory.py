@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise import schedule as schedules
-from shardwise.account.static import Columns, columns_of
+from shardwise.account.static import SAME, Columns, columns_of
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, default_split
@@ -40,11 +40,6 @@ class Profile(NamedTuple):
     @property
     def units(self) -> int:
         return self.embedding + self.layers + self.head
-
-    def ends(self, op: Op) -> tuple[str, str]:
-        """Kinds of the first and the last unit that an action of this op runs."""
-        first, last = self.kind(0), self.kind(self.units - 1)
-        return (first, last) if op is Op.F else (last, first)
 
 
 def profiles_of(split: tuple[int, ...]) -> tuple[Profile, ...]:
@@ -93,12 +88,13 @@ class _Actions:
         """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""
         c, kind = self.c, profile.kind(p)
         step = 1 if op is Op.F else -1
-        ahead = profile.kind(p + step) if 0 <= p + step < profile.units else after
-        behind = profile.kind(p - step) if 0 <= p - step < profile.units else before
+        reads = op is not Op.W
+        inner = [profile.kind(q) if 0 <= q < profile.units else None for q in (p - step, p + step)]
+        behind = inner[0] or before
+        ahead = (inner[1] if reads else None) if inner[1] else after
         rest = self._saved(profile, p) + (self._queued(profile, p) if op is Op.B else self._waiting(profile, p, op))
         unit = c.unit[kind]
         peak = {Op.F: unit.f_peak, Op.BW: unit.bw_peak, Op.B: unit.b_peak, Op.W: unit.w_peak}[op]
-        reads = op is not Op.W
         coming = c.coming(ahead, kind if reads else None)
         zero = np.zeros_like(rest)
         if reads:
@@ -197,17 +193,29 @@ def _rank_peaks(group: _Group, rank: int, actions: _Actions) -> _RankPeaks:
     waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
     buffers = np.asarray([s.send_buffers + s.recv_buffers for s in states], dtype=np.int64)
     p2p = buffers[:, None] * actions.c.border
-    adds = [actions.adds(s, held[s.chunk], _neighbour(s.preceding, held, 1), _neighbour(s.following, held, 0)) for s in states]
+    adds = [actions.adds(s, held[s.chunk], *_neighbours(s, held)) for s in states]
     totals = waiting + p2p + np.stack([a.total for a in adds])
     labels = [f"{s.op} of stage {rank + s.chunk * group.pp}" for s in states]
     return _RankPeaks(totals, labels, adds, waiting, p2p)
 
 
-def _neighbour(action: tuple[Op, int] | None, held: tuple[Profile, ...], end: int) -> str | None:
-    """Kind of the unit next to this action in a neighbouring action; None where it reads no parameters."""
+def _neighbours(state: LiveState, held: tuple[Profile, ...]) -> tuple[str | None, str | None]:
+    """Kinds of the units just before and just after the action on this rank; None where one reads no parameters."""
+    if state.op is Op.W:  # it holds no parameters that a neighbour could go on using
+        return None, _end(state.following, held, 0, (-1, -1))
+    profile = held[state.chunk]
+    first, last = (0, profile.units - 1) if state.op is Op.F else (profile.units - 1, 0)
+    return _end(state.preceding, held, 1, (state.chunk, first)), _end(state.following, held, 0, (state.chunk, last))
+
+
+def _end(action: tuple[Op, int] | None, held: tuple[Profile, ...], end: int, ours: tuple[int, int]) -> str | None:
+    """The kind of the first (0) or last (1) unit of a neighbouring action, SAME if it is `ours` (chunk, position)."""
     if action is None or action[0] is Op.W:
         return None
-    return held[action[1]].ends(action[0])[end]
+    op, chunk = action
+    top = held[chunk].units - 1
+    position = top * (end == (op is Op.F))
+    return SAME if (chunk, position) == ours else held[chunk].kind(position)
 
 
 def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:

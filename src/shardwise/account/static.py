@@ -15,6 +15,8 @@ from shardwise.plan.job import Job
 from shardwise.plan.shards import Storage, make_storage
 
 KINDS = ("embedding", "layer", "head")
+SAME = "same"
+"""In place of a neighbour's kind: the very unit that runs."""
 
 
 class Held(Protocol):
@@ -100,11 +102,14 @@ class Columns:
         return self._gathered(s.padded + cast, self._compute)
 
     def coming(self, ahead: str | None, running: str | None) -> Ints:
-        """Gathers under way for the next unit while `running` (None: it holds no parameters) computes."""
-        held = self.uses(running) if running else ()
-        wanted = [s for s in self.uses(ahead) if s not in held or ahead == "layer"] if ahead else []
-        if ahead == "embedding" == running or ahead == "head" == running:
-            wanted = []
+        """Gathers under way for the next unit while `running` (None: it holds no parameters) computes.
+
+        `ahead` is None where the next unit reads nothing, SAME where it is the running one again.
+        """
+        if ahead is None or ahead == SAME:
+            return np.zeros_like(self.zero)
+        held = self.uses(running) if running and running != ahead else ()
+        wanted = [s for s in self.uses(ahead) if s not in held]
         return sum((self._in_transit(s) for s in wanted), np.zeros_like(self.zero))
 
     def whole(self, kind: str) -> Ints:
@@ -113,9 +118,10 @@ class Columns:
 
     def becoming_ready(self, kind: str, behind: str | None) -> Ints:
         """Largest moment of copying a unit's parameters out of its gather; nothing if the unit behind held them."""
-        waiting = list(self.uses(kind))
-        if behind is not None and kind != "layer":
-            waiting = [s for s in waiting if s not in self.uses(behind)]
+        if behind == SAME:
+            return np.zeros_like(self.zero)
+        held = self.uses(behind) if behind and behind != kind else ()
+        waiting = [s for s in self.uses(kind) if s not in held]
         moments = [np.zeros_like(self.zero)]
         done = np.zeros_like(self.zero)
         for i, s in enumerate(waiting):

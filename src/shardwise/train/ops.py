@@ -300,7 +300,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (d_logits,) = ctx.saved_tensors
-        return d_logits.mul_(gradient), None, None, None
+        # Detached: what is saved of an input comes back with the graph that made it.
+        return d_logits.detach().mul_(gradient), None, None, None
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Every composition of the front against plain torch in one process: loss, each gradient by name, norm, AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.plan.layout import Layout, parse
+from shardwise.plan.rules import findings
+from shardwise.train.threads import run_threads
+from support.front import Case, cases
+from support.models import job, tiny
+from support.parity import assert_parity, run_rank
+
+torch.set_num_threads(1)
+
+
+def check(layout: Layout, work: object, masked: bool) -> None:
+    from shardwise.plan.job import Job
+
+    assert isinstance(work, Job)
+    traces = run_threads(layout.world_size, lambda comm: run_rank(comm, work, layout, masked))
+    assert_parity(traces, work, masked)
+
+
+@pytest.mark.parametrize("case", cases(8), ids=str)
+def test_every_composition_of_the_front_equals_one_process(case: Case) -> None:
+    check(case.layout, case.job(), masked=False)
+
+
+AWKWARD = {
+    "unequal token masks, a rank with no valid token": "tp=2 pp=2 dp=2 zero=1 mb=1",
+    "the same under ZeRO-3 and the split backward": "pp=2 dp_replicate=2 dp_shard=2 zero=3 schedule=zb-h1 mb=1",
+    "fewer micro-batches than stages": "pp=4 dp=2 zero=1 mb=4",
+    "fewer micro-batches than stages, interleaved": "pp=2 dp=4 zero=3 schedule=interleaved:2 mb=2",
+    "a short last group of interleaved micro-batches": "pp=2 tp=2 schedule=interleaved:2 mb=8",
+    "a split of the user's": "pp=2 schedule=interleaved:2 split=0,3,1,0 mb=2",
+    "rows that do not divide, and fewer than the ranks": "dp=8 zero=3 mb=1",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("text", AWKWARD.values(), ids=AWKWARD.keys())
+def test_awkward_sizes_equal_one_process(text: str, tied: bool) -> None:
+    layout = parse(text)
+    model = tiny(4, tied, hidden=36, ffn=24, vocab=20)
+    work = job(model, f"{layout.world_size}xcpu", batch=8)
+    assert not findings(layout, work)
+    check(layout, work, masked=True)
+
+
+def test_the_harness_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping one reduction (norm gradients under sequence parallelism) must fail, or the harness proves nothing."""
+    from shardwise.plan.shards import Storage
+
+    monkeypatch.setattr(Storage, "partial_numel", property(lambda self: 0))
+    layout = parse("tp=2 mb=2")
+    with pytest.raises(AssertionError, match=r"norm|differ"):
+        check(layout, job(tiny(3), "2xcpu"), masked=False)
