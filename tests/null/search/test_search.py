@@ -1,0 +1,72 @@
+"""The space and the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwise.account.memory import peak_bytes
+from shardwise.cluster import parse_cluster
+from shardwise.model.hf import load_model
+from shardwise.plan.batch import LayoutBatch
+from shardwise.plan.job import Job
+from shardwise.plan.rules import findings, legal
+from shardwise.search.solve import evaluate, solve
+from shardwise.search.space import divisors, enumerate_layouts
+from shardwise.simulate.step import step_time
+
+JOB = Job(load_model("llama-3.1-8b"), parse_cluster("8xh100"), 8192, 128)
+
+
+def test_divisors() -> None:
+    assert divisors(1) == [1]
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
+def test_every_layout_is_written_once_and_as_it_would_be_read() -> None:
+    layouts = [b.row(i) for b in enumerate_layouts(JOB) for i in range(len(b))]
+    assert len(layouts) == len(set(layouts))
+    assert all(x == x.normalised() for x in layouts)
+    assert {x.world_size for x in layouts} == {8}
+    assert {x.zero for x in layouts} == {0, 1, 3}
+    assert max(x.tp for x in layouts) == 8
+
+
+def test_the_best_fit_and_are_in_order() -> None:
+    told: list[tuple[str, int, int]] = []
+    result = solve(JOB, lambda *x: told.append(x), keep=5)
+    assert result.enumerated >= result.legal >= result.fitting > 0
+    assert result.closest is None
+    assert len(result.best) == 5
+    times = [c.step.total_s for c in result.best]
+    assert times == sorted(times)
+    assert all(c.fits and not findings(c.layout, JOB) for c in result.best)
+    assert evaluate(JOB, result.best[0].layout) == result.best[0]
+    assert {what for what, _, _ in told} == {"memory", "schedules"}
+    assert all(done <= total for _, done, total in told)
+
+
+def test_nothing_that_fits_is_faster() -> None:
+    """Against walking everything, on a job small enough for it."""
+    job = replace(JOB, cluster=parse_cluster("4xh100"), global_batch=16, seq_len=2048)
+    best = solve(job, keep=3).best
+    kept = [b.take(legal(b, job)) for b in enumerate_layouts(job)]
+    layouts = [b.row(i) for b in kept for i in range(len(b))]
+    peaks = peak_bytes(job, LayoutBatch.of(layouts))
+    fitting = [x for x, p in zip(layouts, peaks, strict=True) if p <= job.cluster.device.usable_bytes]
+    times = np.sort([step_time(job, x).total_s for x in fitting])
+    assert [c.step.total_s for c in best] == pytest.approx(times[:3])
+
+
+def test_what_does_not_fit_is_said() -> None:
+    result = solve(replace(JOB, model=load_model("llama-3.1-405b")))
+    assert (result.fitting, result.best) == (0, ())
+    assert result.closest is not None
+    assert not result.closest.fits
+
+
+def test_no_layout_is_legal() -> None:
+    result = solve(replace(JOB, cluster=parse_cluster("7x8xh100"), global_batch=1))
+    assert (result.legal, result.best, result.closest) == (0, (), None)
