@@ -72,10 +72,11 @@ def prove_rank(
 
 def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
     """Warm-up, two periods and cool-down; the rest of the step is whole periods."""
-    enough = schedules.saturation(layout.schedule, layout.pp)
-    if enough is None:
+    saturated = schedules.saturation(layout.schedule, layout.pp)
+    if saturated is None:
         return micro_batches
-    enough += 2 * period
+    # Warm-up and cool-down reach at most 2 pp micro-batches into the step; two periods lie between them.
+    enough = max(saturated, 4 * layout.pp) + 2 * period + 2
     enough += (micro_batches - enough) % period
     return min(micro_batches, enough)
 
