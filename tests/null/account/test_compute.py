@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.models import tiny
 
 from shardwise.account.compute import KINDS, flops_per_token, mean_context, recomputed_flops, unit_flops, unit_work
 from shardwise.model.spec import Cut
+from support.models import tiny
 
 MODEL = tiny()  # h 32, 8 heads of 4, ffn 48, vocab 40
 SEQ = 16
@@ -21,7 +21,11 @@ def test_a_layer_by_hand() -> None:
     tokens, h, q, f = SEQ, 32, 32, 48
     qkv, core = 2 * tokens * h * 3 * q, 4 * tokens * q * (SEQ + 1) / 2
     assert (by_name["attention.qkv"].f, by_name["attention.qkv"].b, by_name["attention.qkv"].w) == (qkv, qkv, qkv)
-    assert (by_name["attention.core"].f, by_name["attention.core"].b, by_name["attention.core"].w) == (core, 2.5 * core, 0)
+    assert (by_name["attention.core"].f, by_name["attention.core"].b, by_name["attention.core"].w) == (
+        core,
+        2.5 * core,
+        0,
+    )
     assert by_name["mlp.gate_up"].f == 2 * tokens * h * 2 * f
     assert by_name["mlp.down"].w == 2 * tokens * f * h
     assert sum(by_name["mlp.swiglu"][1:]) == sum(by_name["mlp_norm"][1:]) == 0

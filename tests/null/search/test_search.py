@@ -68,5 +68,6 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_no_layout_is_legal() -> None:
-    result = solve(replace(JOB, cluster=parse_cluster("7x8xh100"), global_batch=1))
+    """One sequence cannot feed the two data-parallel ranks that tp=8 and 34 stages leave of 512."""
+    result = solve(replace(JOB, cluster=parse_cluster("64x8xh100"), global_batch=1))
     assert (result.legal, result.best, result.closest) == (0, (), None)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardwise import schedule as schedules
 from shardwise.account.comm import predict_ledger
 from shardwise.account.compute import unit_flops
 from shardwise.cluster import parse_cluster
@@ -109,13 +108,6 @@ def test_compute_is_not_faster_than_the_peaks() -> None:
     assert least < step.parts_s["compute"] < 1.35 * least
 
 
-FACTORS = {
-    "tp": lambda x: [(1, x.tp)],
-    "dp_shard": lambda x: [(x.tp, x.dp_shard)],
-    "dp_replicate": lambda x: [(x.tp * x.dp_shard, x.dp_replicate)],
-}
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -132,7 +124,8 @@ def test_communication_is_the_ledger_priced(text: str) -> None:
     priced = {"activations": 0.0, "gradients": 0.0}
 
     def price(c: Collective) -> float:
-        return float(collective_s(c.kind, c.payload_bytes, links(LARGE.cluster, *FACTORS[c.key.axis](layout))))
+        group = links(LARGE.cluster, (c.ranks[1] - c.ranks[0], len(c.ranks)))
+        return float(collective_s(c.kind, c.payload_bytes, group))
 
     for c, count in predict_ledger(LARGE, layout, 0).items():
         if c.key.phase in (Phase.F, Phase.B, Phase.W, Phase.RECOMPUTE):
@@ -165,4 +158,3 @@ def test_longer_steps_are_continued_by_the_period() -> None:
     step = step_time(job, parse("tp=2 pp=4 dp=2 zero=1 mb=1"))
     assert step.micro_batches == 512
     assert step.walked < 512
-    assert schedules.virtual_stages("1f1b") == 1
