@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -48,7 +49,7 @@ def test_plan_ranks_and_writes(tmp_path: Path) -> None:
     result = run(*PLAN, "-o", str(path))
     assert result.exit_code == 0, result.output
     plan = load_plan(path)
-    assert f"Best: {plan.layout}" in result.stdout
+    assert f"Fastest: {plan.layout}" in result.stdout
     assert plan.results is not None
     assert plan.results["capacity_GiB"] == pytest.approx(79.2)
     shown = run("show", str(path))
@@ -197,12 +198,9 @@ def test_ranks_are_numbers_or_names() -> None:
 
 @pytest.mark.parametrize("words", [FIT, PLAN, SHOW, ("--version",), ("plan", "--help")])
 def test_these_commands_never_load_torch(words: tuple[str, ...]) -> None:
-    code = (
-        "import sys\nfrom shardwise.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
-    )
+    code = "import sys; from shardwise.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -215,11 +213,42 @@ def test_a_reader_that_leaves_is_no_failure_of_ours() -> None:
 
 def test_public_names() -> None:
     assert set(shardwise.__all__) == {
-        "Model", "Cluster", "Job", "Layout", "Plan", "load_model", "parse_cluster", "parse_layout", "load_plan", "findings",
-        "memory_of", "predict_ledger", "step_time", "solve", "prove_rank", "__version__",
+        "Model", "Cluster", "Job", "Layout", "Plan", "load_model", "parse_cluster", "parse_layout", "load_plan",
+        "findings", "memory_of", "predict_ledger", "step_time", "solve", "prove_rank", "__version__",
     }  # fmt: skip
     assert dir(shardwise) == sorted(shardwise.__all__)
     for name in set(shardwise.__all__) - {"prove_rank", "__version__"}:
         assert getattr(shardwise, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         _ = shardwise.plans
+
+
+@pytest.mark.parametrize("verb", ["prove", "train"])
+def test_without_torch_the_extra_is_named(verb: str) -> None:
+    code = "import sys; sys.modules['torch'] = None; from shardwise.cli import main; main()"
+    command = [sys.executable, "-c", code, verb, TINY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 5
+    assert "pip install 'shardwise[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class FakeProof(SimpleNamespace):
+    """Stands for `prove.compare.Proof`, whose module needs torch."""
+
+    def differences(self) -> list[SimpleNamespace]:
+        row = {"module": "layers.0.mlp.down", "phase": "B", "axis": "tp", "predicted": "1 x all-gather"}
+        return [] if self.ok else [SimpleNamespace(**row, recorded="nothing")]
+
+
+@pytest.mark.parametrize(("equal", "code"), [(True, 0), (False, 4)])
+def test_a_proof_that_fails_is_exit_4_with_the_module(monkeypatch: pytest.MonkeyPatch, equal: bool, code: int) -> None:
+    def prove_rank(*_: object, **__: object) -> FakeProof:
+        numbers = {"rank": 3, "collectives": 7, "executed": 4, "micro_batches": 4, "seconds": 1.0, "max_rss_bytes": 1}
+        return FakeProof(ok=equal, predicted_peak_bytes=10, measured_peak_bytes=10, **numbers)
+
+    monkeypatch.setitem(sys.modules, "shardwise.prove.dryrun", SimpleNamespace(prove_rank=prove_rank))
+    result = run("prove", TINY, "--rank", "last")
+    assert result.exit_code == code, result.output
+    assert ("layers.0.mlp.down" in result.stdout) != equal
+    assert json.loads(run("prove", TINY, "--rank", "0,3", "--json").stdout)["ok"] == equal

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -173,21 +174,31 @@ def _groups(job: Job, batch: LayoutBatch) -> Iterator[_Group]:
         yield _Group(np.asarray(rows), pp, name, count, parts)
 
 
+_Held = tuple[Profile, ...]
+_States = tuple[LiveState, ...]
+
+
 class _RankPeaks(NamedTuple):
     """One pipeline rank at every state: totals [states, n], and what decomposes them."""
 
     totals: Ints
-    labels: list[str]
     adds: list[_Adds]
     waiting: Ints
     p2p: Ints
 
 
-def _rank_peaks(group: _Group, rank: int, actions: _Actions) -> _RankPeaks:
-    """All live states of one pipeline rank, priced."""
-    held = profiles_of(group.split)[rank :: group.pp]
+@lru_cache(maxsize=4096)
+def _classes(name: str, pp: int, micro_batches: int, split: tuple[int, ...]) -> tuple[tuple[_Held, _States], ...]:
+    """Ranks that hold equal stages, as one: the stages, and the largest states of any of them."""
+    states: dict[_Held, list[LiveState]] = {}
+    for rank, found in enumerate(schedules.profile(name, pp, micro_batches)):
+        states.setdefault(profiles_of(split)[rank::pp], []).extend(found)
+    return tuple((held, schedules.merged(found)) for held, found in states.items())
+
+
+def _priced(held: _Held, states: _States, actions: _Actions) -> _RankPeaks:
+    """All live states of a rank that holds these stages, priced."""
     stages = [actions.stage(p) for p in held]
-    states = schedules.profile(group.name, group.pp, group.micro_batches)[rank]
     saved, queued = (np.stack([s[i] for s in stages]) for i in (0, 1))  # [chunks, n]
     in_flight = np.asarray([s.in_flight for s in states], dtype=np.int64)  # [states, chunks]
     waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
@@ -195,8 +206,7 @@ def _rank_peaks(group: _Group, rank: int, actions: _Actions) -> _RankPeaks:
     p2p = buffers[:, None] * actions.c.border
     adds = [actions.adds(s, held[s.chunk], *_neighbours(s, held)) for s in states]
     totals = waiting + p2p + np.stack([a.total for a in adds])
-    labels = [f"{s.op} of stage {rank + s.chunk * group.pp}" for s in states]
-    return _RankPeaks(totals, labels, adds, waiting, p2p)
+    return _RankPeaks(totals, adds, waiting, p2p)
 
 
 def _neighbours(state: LiveState, held: tuple[Profile, ...]) -> tuple[str | None, str | None]:
@@ -224,10 +234,9 @@ def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:
     for group in _groups(job, batch):
         columns = columns_of(job, batch.take(group.rows))
         actions = _Actions(columns)
-        for rank in range(group.pp):
-            held = profiles_of(group.split)[rank :: group.pp]
+        for held, states in _classes(group.name, group.pp, group.micro_batches, group.split):
             static = columns.static(held)
-            dynamic = np.maximum(_rank_peaks(group, rank, actions).totals.max(axis=0), columns.step_scratch(held))
+            dynamic = np.maximum(_priced(held, states, actions).totals.max(axis=0), columns.step_scratch(held))
             proved = sum(static.values()) + dynamic
             total = proved + sum(columns.assumed(proved).values())
             out[group.rows] = np.maximum(out[group.rows], total)
@@ -245,7 +254,8 @@ def memory_of(job: Job, layout: Layout) -> list[MemoryBreakdown]:
 
 def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) -> MemoryBreakdown:
     held = profiles_of(group.split)[rank :: group.pp]
-    peaks = _rank_peaks(group, rank, actions)
+    states = schedules.profile(group.name, group.pp, group.micro_batches)[rank]
+    peaks = _priced(held, states, actions)
     i = int(np.argmax(peaks.totals[:, 0]))
     step = int(columns.step_scratch(held)[0])
     parts = {name: int(value[0]) for name, value in columns.static(held).items()}
@@ -253,7 +263,7 @@ def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) ->
         action = "optimizer step"
         parts["gathered parameters"] = step
     else:
-        action = peaks.labels[i]
+        action = f"{states[i].op} of stage {rank + states[i].chunk * group.pp}"
         add = peaks.adds[i]
         parts["activations"] = int(peaks.waiting[i, 0] + add.activations[0])
         parts["gathered parameters"] = int(add.gathered[0])

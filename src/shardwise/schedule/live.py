@@ -6,13 +6,13 @@ not in the counts, so that the memory model can price the running action apart f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
 from shardwise.schedule.passes import add_p2p
-from shardwise.schedule.registry import capped, generate
+from shardwise.schedule.registry import capped, generate, saturation
 from shardwise.schedule.table import Action, Op, Row, Schedule, Step
 
 Neighbour = tuple[Op, int] | None
@@ -43,8 +43,34 @@ def live_states(rows: Sequence[Row], schedule: Schedule, rank: int) -> tuple[Liv
 
 
 def profile(name: str, pp: int, micro_batches: int) -> tuple[tuple[LiveState, ...], ...]:
-    """`live_states` of every rank. Beyond `saturation` more micro-batches add no state, so fewer are looked at."""
-    return _profile(name, pp, capped(name, pp, micro_batches))
+    """`live_states` of every rank. Beyond `saturation` more micro-batches add no state, so fewer are looked at.
+
+    Where in-flight grows with m (gpipe), every count grows linearly once the pipeline is full: two short profiles
+    tell the slope.
+    """
+    short = pp + 2
+    if saturation(name, pp) is not None or micro_batches <= short + 1:
+        return _profile(name, pp, capped(name, pp, micro_batches))
+    pairs = zip(_profile(name, pp, short), _profile(name, pp, short + 1), strict=True)
+    more = micro_batches - short
+    return tuple(tuple(_extended(a, b, more) for a, b in zip(x, y, strict=True)) for x, y in pairs)
+
+
+def _extended(one: LiveState, next_one: LiveState, more: int) -> LiveState:
+    """The state `more` micro-batches after `one`, from the one that is one after it."""
+    in_flight = tuple(x + more * (y - x) for x, y in zip(one.in_flight, next_one.in_flight, strict=True))
+    sends = one.send_buffers + more * (next_one.send_buffers - one.send_buffers)
+    receives = one.recv_buffers + more * (next_one.recv_buffers - one.recv_buffers)
+    return one._replace(in_flight=in_flight, send_buffers=sends, recv_buffers=receives)
+
+
+def merged(states: Iterable[LiveState]) -> tuple[LiveState, ...]:
+    """The states of several ranks as one set, without those that another exceeds in every count."""
+    found: dict[_Key, set[_Counts]] = {}
+    for s in states:
+        counts = (*s.in_flight, *s.queued, s.send_buffers, s.recv_buffers)
+        found.setdefault((s.op, s.chunk, s.following, s.preceding), set()).add(counts)
+    return tuple(_maximal(found))
 
 
 @lru_cache(maxsize=1024)

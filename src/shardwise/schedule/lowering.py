@@ -2,6 +2,8 @@
 
 The unit list is a value that the caller passes in. ZeRO-3 gathers one unit ahead of the unit that runs, across the
 borders of actions too, and drops a unit's parameters after each use, unless the next instruction uses them again.
+Gradients that stay whole are reduced once, behind the batch that sends the stage's own gradient on: the stages below
+wait for that, and nobody waits for the reduction.
 """
 
 from __future__ import annotations
@@ -74,24 +76,35 @@ def lower(row: Row, holdings: Holdings) -> Lowered:
     needs = [_needs(x, holdings) for x in work]
     last_gradient = {s: i for i, x in enumerate(work) if x.do in (Op.W, Op.BW) for s in holdings.uses[x.unit]}
     out: list[Instruction | Batch] = []
+    late: list[Instruction] = []
     resident: set[str] = set()
     started: set[str] = set()
     i = 0
     for step in flat:
         if not isinstance(step, Instruction):
-            out.append(step)
+            out += [step, *late]
+            late = []
             continue
+        if step.first:
+            out += late
+            late = []
         following = needs[i + 1] if i + 1 < len(needs) else ()
         out += [Instruction(Do.UNSHARD, s) for s in needs[i] if s not in resident | started]
         out += [Instruction(Do.READY, s) for s in needs[i] if s not in resident]
         resident |= set(needs[i])
         started = {s for s in following if s not in resident}
         out += [Instruction(Do.UNSHARD, s) for s in following if s in started]
-        out += _with_gradients(step, i, holdings, last_gradient)
+        computed, reduces = _with_gradients(step, i, holdings, last_gradient)
+        out += computed
+        if holdings.resharded:
+            out += reduces
+        else:
+            late += reduces
         dropped = [s for s in needs[i] if s not in following]
         out += [Instruction(Do.RESHARD, s) for s in dropped]
         resident -= set(dropped)
         i += 1
+    out += late
     out += [Instruction(Do.TIE, s) for s in holdings.tied]
     return tuple(out)
 
@@ -119,12 +132,11 @@ def _needs(step: Instruction, holdings: Holdings) -> tuple[str, ...]:
 
 def _with_gradients(
     step: Instruction, i: int, holdings: Holdings, last_gradient: Mapping[str, int]
-) -> list[Instruction]:
-    """The instruction between the opening of its gradient buffers and their reduction."""
+) -> tuple[list[Instruction], list[Instruction]]:
+    """(the instruction behind the opening of its gradient buffers, the reductions that it makes due)."""
     if step.do not in (Op.W, Op.BW):
-        return [step]
+        return [step], []
     used = holdings.uses[step.unit]
     opened = [Instruction(Do.OPEN, s) for s in used] if holdings.resharded else []
-    reduced = [s for s in used if holdings.resharded or last_gradient[s] == i]
-    reduces = [Instruction(Do.REDUCE, s, step.stage, step.micro_batch, last_gradient[s] == i) for s in reduced]
-    return [*opened, step, *reduces]
+    due = [s for s in used if holdings.resharded or last_gradient[s] == i]
+    return [*opened, step], [Instruction(Do.REDUCE, s, step.stage, step.micro_batch, last_gradient[s] == i) for s in due]

@@ -7,8 +7,10 @@ to it), so walking stops where the closed forms are further behind than that.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -71,6 +73,19 @@ def _silent(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tables of hundreds of thousands of small tuples, none of them cyclic: looking for cycles costs a third."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
 def solve(job: Job, progress: Progress | None = None, keep: int = 10) -> SearchResult:
     """The `keep` fastest layouts that fit, by their walked steps."""
     started = time.perf_counter()

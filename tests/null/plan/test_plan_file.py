@@ -161,7 +161,8 @@ def test_results_hold_numbers_and_texts_only() -> None:
         (b"x = " + b"9" * 5000, "not TOML"),
         (b"#" * (MAX_FILE_BYTES + 1), "larger than"),
         (b"", "schema: found nothing"),
-        (b"schema = 1\nmodel" + b".a" * 20000 + b" = 1", "model.name: found nothing"),
+        (b"schema = 1\nmodel" + b".a" * 4000 + b" = 1", "model.name: found nothing"),
+        (b"schema = 1\nmodel" + b".a" * 20000 + b" = 1", "a line is longer than"),
     ],
 )
 def test_hostile_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:

@@ -1,0 +1,5 @@
+"""`python -m shardwise`."""
+
+from shardwise.cli import main
+
+main()
