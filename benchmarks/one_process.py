@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from shardwise.model.hf import from_config
 from shardwise.model.spec import Model
 from shardwise.plan.job import PRECISIONS, Job
 from shardwise.plan.layout import parse
+from shardwise.train.comm import Comm
 from shardwise.train.optim import clip_norm
 from shardwise.train.rank import Rank, build_rank, train_step
 from shardwise.train.threads import run_threads
@@ -72,7 +74,9 @@ class PlainTorch:
 
     def __init__(self, rank: Rank) -> None:
         self.model, self.job = rank.job.model, rank.job
-        self.w = {s.record.name: s.weight.clone().requires_grad_() for st in rank.states.values() for s in st.slots.values()}
+        self.w = {
+            s.record.name: s.weight.clone().requires_grad_() for st in rank.states.values() for s in st.slots.values()
+        }
         self.cos, self.sin = (x[:, 0] for x in rank.executor.modules["layers.0"].context.rope)
         decay = [{"params": [w for w in self.w.values() if (w.ndim > 1) == m], "weight_decay": 0.1 * m} for m in (0, 1)]
         self.optimizer = torch.optim.AdamW(decay, lr=3e-4, fused=True)
@@ -88,7 +92,9 @@ class PlainTorch:
         for i in range(m.layers):
             p = f"layers.{i}."
             n = F.rms_norm(x, (m.hidden,), w[p + "attention_norm.weight"], m.norm_eps)
-            q, k, v = (F.linear(n, w[f"{p}attention.{c}.weight"]).view(b, s, -1, m.head_dim).transpose(1, 2) for c in "qkv")
+            q, k, v = (
+                F.linear(n, w[f"{p}attention.{c}.weight"]).view(b, s, -1, m.head_dim).transpose(1, 2) for c in "qkv"
+            )
             o = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
             x = x + F.linear(o.transpose(1, 2).reshape(b, s, -1), w[p + "attention.out.weight"])
             n = F.rms_norm(x, (m.hidden,), w[p + "mlp_norm.weight"], m.norm_eps)
@@ -131,32 +137,30 @@ def compare(ours: Callable[[], object], peer: Callable[[], object], pairs: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="The unit executor beside a plain loop, CPU seconds a step.")
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
     options = parser.parse_args()
     if options.pairs < 15:
         parser.error("at least 15 pairs")
     torch.set_num_threads(1)
-    print(f"{LAYERS} layers, {BATCH} sequences of {SEQ_LEN}, 2 micro-batches, float32, {platform.machine()}, torch {torch.__version__}")
+    what = f"{LAYERS} layers, {BATCH} sequences of {SEQ_LEN}, 2 micro-batches, float32"
+    print(f"{what}; {platform.machine()}, torch {torch.__version__}")
     print(f"{'hidden':>6}  {'peer':<12} {'ours CPU s':>10} {'peer CPU s':>10} {'ratio':>7} {'95 % bound':>10}")
     for hidden in options.hidden:
-        job = Job(make_model(hidden), parse_cluster("1xcpu"), SEQ_LEN, BATCH, PRECISIONS["fp32"])
-        layout = parse("mb=2")
-        ids, targets = torch.randint(VOCAB, (2, 2, 2 * SEQ_LEN), generator=torch.Generator().manual_seed(0))
+        run_threads(1, partial(measure, hidden, options.pairs), timeout_s=3600)
 
-        def run(comm: object, job: Job = job, ids: torch.Tensor = ids, targets: torch.Tensor = targets, hidden: int = hidden) -> None:
-            rank, twin = (build_rank(job, layout, comm, Labels()) for _ in range(2))  # type: ignore[arg-type]
-            plain = PlainTorch(rank)
-            peers = {
-                "same ops": lambda: same_ops(twin, ids, targets),
-                "plain torch": lambda: plain.step(ids, targets),
-            }
-            for name, peer in peers.items():
-                row = compare(lambda: train_step(rank, ids, targets), peer, options.pairs)
-                print(f"{hidden:>6}  {name:<12} {row[0]:>10.4f} {row[1]:>10.4f} {row[2]:>7.3f} {row[3]:>10.3f}")
 
-        run_threads(1, run, timeout_s=3600)
+def measure(hidden: int, pairs: int, comm: Comm) -> None:
+    """The rows of one hidden size."""
+    job = Job(make_model(hidden), parse_cluster("1xcpu"), SEQ_LEN, BATCH, PRECISIONS["fp32"])
+    ids, targets = torch.randint(VOCAB, (2, 2, 2 * SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    rank, twin = (build_rank(job, parse("mb=2"), comm, Labels()) for _ in range(2))
+    plain = PlainTorch(rank)
+    peers = {"same ops": lambda: same_ops(twin, ids, targets), "plain torch": lambda: plain.step(ids, targets)}
+    for name, peer in peers.items():
+        row = compare(lambda: train_step(rank, ids, targets), peer, pairs)
+        print(f"{hidden:>6}  {name:<12} {row[0]:>10.4f} {row[1]:>10.4f} {row[2]:>7.3f} {row[3]:>10.3f}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ Prediction (`account/comm.py`) and recording (`prove/record.py`) both speak of `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
 
 class Kind(StrEnum):
     ALL_REDUCE = "all-reduce"
@@ -83,7 +84,7 @@ class Labels:
     axis: str = ""
 
     @contextmanager
-    def at(self, module: str | None = None, phase: str | None = None, axis: str | None = None) -> Iterator[None]:
+    def at(self, module: str | None = None, phase: str | None = None, axis: str | None = None) -> Generator[None]:
         """Set the given parts for the duration of the block."""
         before = self.module, self.phase, self.axis
         self.module = before[0] if module is None else module

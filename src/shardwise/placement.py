@@ -29,7 +29,7 @@ class Placement:
         return f"S({self.dim})" if self.kind == "S" else self.kind
 
 
-I = Placement("I")  # noqa: E741 - the field's letter
+I = Placement("I")
 R = Placement("R")
 P = Placement("P")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class MemoryBreakdown:
     rank: int
     action: str
     proved: dict[str, int]
-    assumed: dict[str, int] = field(default_factory=dict)
+    assumed: dict[str, int]
 
     @property
     def proved_bytes(self) -> int:

@@ -89,6 +89,7 @@ def _rank(
 ) -> bytes:
     """The result is pickled here and unpickled by the client, so that no tensor comes to life in the server."""
     import torch
+
     from shardwise.train.distributed import close_world, open_world
 
     torch.set_num_threads(1)

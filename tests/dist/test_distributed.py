@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from tests.dist.pool import run_gloo
-from tests.dist.test_threads import DTYPES, every_operation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torch
 from shardwise.collective import Labels
 from shardwise.train.comm import Comm, Message
 from shardwise.train.distributed import DistributedComm, close_world, open_world
 from shardwise.train.launch import RankFailed
 from shardwise.train.threads import run_threads
+from tests.dist.pool import run_gloo
+from tests.dist.test_threads import DTYPES, every_operation
 
 # Run by gloo ranks ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from shardwise.train.comm import Comm
 from shardwise.train.redistribute import redistribute
 from shardwise.train.threads import run_threads
 from shardwise.train.world import World
-from support.placements import scatter, whole
+from tests.support.placements import scatter, whole
 
 torch.set_num_threads(1)
 ONE_OF_EACH = (I, R, P, S(0))
@@ -55,7 +55,7 @@ def through(edge: Edge, n: int, strided: bool) -> tuple[list[torch.Tensor], list
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize(("source", "destination"), PAIRS, ids=lambda p: str(p))
+@pytest.mark.parametrize(("source", "destination"), PAIRS, ids=str)
 def test_every_pair_keeps_value_and_gradient(source: Placement, destination: Placement, strided: bool, n: int) -> None:
     through(Edge(source, destination), n, strided)
 

@@ -16,9 +16,9 @@ from shardwise.plan.job import Job
 from shardwise.plan.layout import parse
 from shardwise.train.comm import Comm
 from shardwise.train.distributed import close_world, open_world
-from support.models import job, tiny
-from support.parity import RankTrace, assert_parity, run_rank
 from tests.dist.pool import run_gloo
+from tests.support.models import job, tiny
+from tests.support.parity import RankTrace, assert_parity, run_rank
 
 torch.set_num_threads(1)
 
@@ -71,12 +71,13 @@ def under_torchrun(folder: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_equals_one_process(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    code = f"from pathlib import Path; from tests.dist.test_gloo import under_torchrun; under_torchrun(Path({str(tmp_path)!r}))"
+    imports = "from pathlib import Path; from tests.dist.test_gloo import under_torchrun"
+    code = f"{imports}; under_torchrun(Path({str(tmp_path)!r}))"
     script = tmp_path / "rank.py"
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=root)
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
     traces = [pickle.loads((tmp_path / f"{r}.pickle").read_bytes()) for r in range(4)]
     assert_parity(traces, work_of(UNDER_TORCHRUN, True), masked=False)

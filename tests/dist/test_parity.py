@@ -8,9 +8,9 @@ import torch
 from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
 from shardwise.train.threads import run_threads
-from support.front import Case, cases
-from support.models import job, tiny
-from support.parity import assert_parity, run_rank
+from tests.support.front import Case, cases
+from tests.support.models import job, tiny
+from tests.support.parity import assert_parity, run_rank
 
 torch.set_num_threads(1)
 

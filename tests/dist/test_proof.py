@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.plan.layout import parse
 from shardwise.prove.compare import Proof
 from shardwise.prove.dryrun import prove_rank
-from support.front import Case, cases
-from support.models import job, tiny
+from tests.support.front import Case, cases
 
 torch.set_num_threads(1)
 
 
 def assert_proved(proof: Proof) -> None:
     assert not proof.differences()
-    assert proof.ok, f"rank {proof.rank}: peak predicted {proof.predicted_peak_bytes}, measured {proof.measured_peak_bytes}"
+    assert proof.ok, (
+        f"rank {proof.rank}: peak predicted {proof.predicted_peak_bytes}, measured {proof.measured_peak_bytes}"
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

@@ -13,7 +13,7 @@ from shardwise.model.hf import load_model
 from shardwise.plan.job import Job
 from shardwise.plan.layout import parse
 from shardwise.prove.dryrun import prove_rank
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
 
@@ -36,7 +36,9 @@ print(proof.seconds, proof.max_rss_bytes)
 @pytest.mark.parametrize("rank", [0, 8000, 16383])
 def test_405b_on_16384_ranks_is_proved_within_its_bounds(rank: int) -> None:
     """Ledger empty, peak equal; the issue's bounds of 60 s and 4 GiB a rank, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", ONE_OF_16384, str(rank)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_OF_16384, str(rank)], check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     _, rss = done.stdout.split()
     assert int(rss) < 4 * 2**30

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 import torch
+
 from shardwise.train.comm import Comm, Message
 from shardwise.train.threads import RankError, ThreadComm, run_threads
 

@@ -10,7 +10,7 @@ from shardwise.model.spec import Model
 from shardwise.plan.job import Job
 from shardwise.plan.layout import RECOMPUTE, Layout, split_of
 from shardwise.plan.rules import findings
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1")
 BATCH = 8
@@ -47,7 +47,9 @@ def layouts(ranks: int) -> Iterator[Layout]:
             continue
         zeros = (1, 3) if shard > 1 else (0,)
         names = SCHEDULES if pp > 1 else ("1f1b",)
-        for sp, zero, name, recompute in itertools.product((False, True) if tp > 1 else (False,), zeros, names, RECOMPUTE):
+        for sp, zero, name, recompute in itertools.product(
+            (False, True) if tp > 1 else (False,), zeros, names, RECOMPUTE
+        ):
             yield Layout(tp, sp, pp, replicate, shard, zero, name, (), micro_batch(replicate * shard, pp), recompute)
 
 

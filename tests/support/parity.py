@@ -18,7 +18,7 @@ from shardwise.train.initial import initial_values
 from shardwise.train.optim import OptimizerSettings
 from shardwise.train.rank import Rank, build_rank, gradients
 from shardwise.train.unit import UnitState
-from support import plain
+from tests.support import plain
 
 STEPS = 3
 SETTINGS = OptimizerSettings(learning_rate=1e-2, clip_norm=0.5)
@@ -176,6 +176,7 @@ def assert_parity(traces: list[RankTrace], job: Job, masked: bool) -> None:
         found = assemble([t.gradients[step] for t in traces], wanted.gradients[step])
         for name, gradient in found.items():
             assert_close(gradient, wanted.gradients[step][name], f"gradient of {name} in step {step}")
-        parameters = assemble([t.parameters[step] for t in traces], wanted.parameters)
+        assemble([t.parameters[step] for t in traces], wanted.parameters)
+    parameters = assemble([t.parameters[-1] for t in traces], wanted.parameters)
     for name, value in parameters.items():
         assert_close(value, wanted.parameters[name], f"{name} after {STEPS} steps")

@@ -13,7 +13,10 @@ def scatter(value: torch.Tensor, placement: Placement, rank: int, n: int) -> tor
         assert placement.dim is not None
         return value.chunk(n, placement.dim)[rank].clone()
     if placement.kind == "P":
-        parts = [torch.randn(value.shape, dtype=value.dtype, generator=torch.Generator().manual_seed(100 + r)) for r in range(n - 1)]
+        parts = [
+            torch.randn(value.shape, dtype=value.dtype, generator=torch.Generator().manual_seed(100 + r))
+            for r in range(n - 1)
+        ]
         return parts[rank] if rank < n - 1 else value - torch.stack(parts).sum(0)
     return value.clone()
 

@@ -26,7 +26,9 @@ def logits(model: Model, w: Weights, ids: torch.Tensor) -> torch.Tensor:
     for i in range(model.layers):
         p = f"layers.{i}."
         n = F.rms_norm(x, (model.hidden,), w[p + "attention_norm.weight"], model.norm_eps)
-        q, k, v = (F.linear(n, w[f"{p}attention.{c}.weight"]).view(b, s, -1, model.head_dim).transpose(1, 2) for c in "qkv")
+        q, k, v = (
+            F.linear(n, w[f"{p}attention.{c}.weight"]).view(b, s, -1, model.head_dim).transpose(1, 2) for c in "qkv"
+        )
         q, k = rotate(q, model.rope_theta), rotate(k, model.rope_theta)
         groups = model.heads // model.kv_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

@@ -16,7 +16,7 @@ from shardwise.plan.layout import Layout, parse
 from shardwise.prove.dryrun import prove_rank
 from shardwise.train.distributed import close_world, open_world
 from shardwise.train.rank import build_rank, train_step
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
 

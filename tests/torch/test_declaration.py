@@ -16,7 +16,7 @@ from shardwise.train import ops
 from shardwise.train.comm import Comm
 from shardwise.train.rank import Rank, build_rank
 from shardwise.train.threads import run_threads
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
 SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}

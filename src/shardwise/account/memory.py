@@ -161,11 +161,12 @@ class _Group:
 
 
 def _groups(job: Job, batch: LayoutBatch) -> Iterator[_Group]:
-    m = job.global_batch // (batch.dp * batch.mb)
+    m = np.asarray(job.global_batch // (batch.dp * batch.mb), dtype=np.int64)
     names = batch.names
     keys: dict[tuple[int, int, int, int], list[int]] = {}
     columns = zip(batch.pp.tolist(), batch.schedule.tolist(), batch.split.tolist(), m.tolist(), strict=True)
-    for row, (pp, schedule, split, count) in enumerate(columns):
+    for row, key in enumerate(columns):
+        pp, schedule, split, count = map(int, key)
         keys.setdefault((pp, schedule, split, schedules.capped(names[schedule], pp, count)), []).append(row)
     for (pp, schedule, split, count), rows in keys.items():
         name = names[schedule]
@@ -272,4 +273,3 @@ def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) ->
     proved = np.asarray([sum(parts.values())])
     assumed = {name: int(value[0]) for name, value in columns.assumed(proved).items()}
     return MemoryBreakdown(rank, action, {k: v for k, v in parts.items() if v}, assumed)
-

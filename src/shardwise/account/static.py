@@ -114,7 +114,9 @@ class Columns:
 
     def whole(self, kind: str) -> Ints:
         """Parameters of a unit while it computes."""
-        return sum((self._gathered(self.storage[s].numel, self._compute) for s in self.uses(kind)), np.zeros_like(self.zero))
+        return sum(
+            (self._gathered(self.storage[s].numel, self._compute) for s in self.uses(kind)), np.zeros_like(self.zero)
+        )
 
     def becoming_ready(self, kind: str, behind: str | None) -> Ints:
         """Largest moment of copying a unit's parameters out of its gather; nothing if the unit behind held them."""
@@ -133,7 +135,9 @@ class Columns:
 
     def opened(self, kind: str) -> Ints:
         """Gradient buffers of one micro-batch of a unit."""
-        return sum((self._gathered(self.storage[s].padded, self._wide) for s in self.uses(kind)), np.zeros_like(self.zero))
+        return sum(
+            (self._gathered(self.storage[s].padded, self._wide) for s in self.uses(kind)), np.zeros_like(self.zero)
+        )
 
     def reduced(self, kind: str) -> Ints:
         """What a reduce-scatter returns, before it is added to the shard."""
@@ -187,12 +191,21 @@ def columns_of(job: Job, batch: LayoutBatch) -> Columns:
         return Cut(mb * job.seq_len, tp, bool(sp), precision.compute_bytes, precision.accumulate_bytes)
 
     def memory(kind: str) -> Callable[..., tuple[int, ...]]:
-        return lambda tp, sp, mb, recompute: _fields(unit_memory(model, kind, cut(tp, sp, mb), bool(recompute)))
+        def value(tp: int, sp: int, mb: int, recompute: int) -> tuple[int, ...]:
+            return _fields(unit_memory(model, kind, cut(tp, sp, mb), bool(recompute)))
+
+        return value
 
     def storage(kind: str) -> Callable[..., tuple[int, ...]]:
-        return lambda tp, sp, shards: _sizes(make_storage(model, _unit(model, kind), tp, bool(sp), shards, shared))
+        def value(tp: int, sp: int, shards: int) -> tuple[int, ...]:
+            return _sizes(make_storage(model, _unit(model, kind), tp, bool(sp), shards, shared))
 
-    (border,) = _per_unique(cuts, lambda tp, sp, mb, _: (cut(tp, sp, mb).elements(model, "th") * precision.compute_bytes,))
+        return value
+
+    def activation(tp: int, sp: int, mb: int, _: int) -> tuple[int, ...]:
+        return (cut(tp, sp, mb).elements(model, "th") * precision.compute_bytes,)
+
+    (border,) = _per_unique(cuts, activation)
     groups = (batch.tp > 1).astype(np.int64) + (batch.pp > 1) + (batch.dp_replicate > 1) + (batch.dp_shard > 1)
     return Columns(
         job,

@@ -75,7 +75,7 @@ def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool) -> tu
     for i, op in enumerate(block.ops):
         made = tensors.made_by(op) | {f"{op.name}.{k.name}" for k in op.keeps}
         if dead_tail and i == len(block.ops) - 1:
-            made = set()
+            made = set[str]()
         else:
             peak = max(peak, tensors.total(alive) + tensors.scratch(op.scratch_f, tensors.total(made)))
         if keep:

@@ -135,7 +135,7 @@ def layer() -> Block:
 
 
 def head(tied: bool) -> Block:
-    """Final norm, output product, vocabulary-parallel cross-entropy (which leaves its gradient in the logits' place)."""
+    """Final norm, output product, vocabulary-parallel cross-entropy, which leaves its gradient in the logits' place."""
     loss = Op(
         name="loss",
         kind="cross_entropy",

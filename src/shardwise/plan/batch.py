@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -38,18 +38,22 @@ class LayoutBatch:
         names = tuple(sorted({x.schedule for x in layouts}))
         splits = ((), *sorted({x.split for x in layouts} - {()}))
 
-        def column(values: Sequence[int]) -> Ints:
-            return np.asarray(values, dtype=np.int64)
+        def column(value: Callable[[Layout], int]) -> Ints:
+            return np.asarray([value(x) for x in layouts], dtype=np.int64)
 
         return LayoutBatch(
-            *(column([int(getattr(x, f)) for x in layouts]) for f in ("tp", "sp", "pp", "dp_replicate", "dp_shard")),
-            column([x.zero for x in layouts]),
-            column([names.index(x.schedule) for x in layouts]),
-            column([splits.index(x.split) for x in layouts]),
-            column([x.mb for x in layouts]),
-            column([RECOMPUTE.index(x.recompute) for x in layouts]),
-            names,
-            splits,
+            tp=column(lambda x: x.tp),
+            sp=column(lambda x: x.sp),
+            pp=column(lambda x: x.pp),
+            dp_replicate=column(lambda x: x.dp_replicate),
+            dp_shard=column(lambda x: x.dp_shard),
+            zero=column(lambda x: x.zero),
+            schedule=column(lambda x: names.index(x.schedule)),
+            split=column(lambda x: splits.index(x.split)),
+            mb=column(lambda x: x.mb),
+            recompute=column(lambda x: RECOMPUTE.index(x.recompute)),
+            names=names,
+            splits=splits,
         )
 
     def __len__(self) -> int:
@@ -64,10 +68,10 @@ class LayoutBatch:
             dp_replicate=int(self.dp_replicate[i]),
             dp_shard=int(self.dp_shard[i]),
             zero=int(self.zero[i]),
-            schedule=self.names[self.schedule[i]],
-            split=self.splits[self.split[i]],
+            schedule=self.names[int(self.schedule[i])],
+            split=self.splits[int(self.split[i])],
             mb=int(self.mb[i]),
-            recompute=RECOMPUTE[self.recompute[i]],
+            recompute=RECOMPUTE[int(self.recompute[i])],
         )
 
     def take(self, which: Bools | Ints) -> LayoutBatch:

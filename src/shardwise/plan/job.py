@@ -80,5 +80,7 @@ def batch_from_tokens(tokens: int, seq_len: int) -> int:
         below = tokens // seq_len * seq_len
         near = [n for n in (below, below + seq_len) if n]
         said = " or ".join(format_count(n) for n in near)
-        raise JobError([f"{format_count(tokens)} tokens are not whole sequences of {format_count(seq_len)}: try {said}"])
+        raise JobError(
+            [f"{format_count(tokens)} tokens are not whole sequences of {format_count(seq_len)}: try {said}"]
+        )
     return tokens // seq_len

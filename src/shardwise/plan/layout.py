@@ -1,11 +1,11 @@
 """Layout: the degrees and choices of one parallel training run, and its one text form.
 
-    tp=8 pp=16 dp=128 zero=1 schedule=interleaved:2 mb=1
+tp=8 pp=16 dp=128 zero=1 schedule=interleaved:2 mb=1
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise import schedule as schedules
@@ -75,12 +75,8 @@ class Layout:
 
     def normalised(self) -> Layout:
         """ZeRO over one rank is no ZeRO, sequence parallelism over one rank none."""
-        changes: dict[str, object] = {}
-        if self.zero and self.dp_shard == 1:
-            changes["zero"] = 0
-        if self.tp == 1 and self.sp:
-            changes["sp"] = False
-        return _replace(self, changes) if changes else self
+        zero = self.zero if self.dp_shard > 1 else 0
+        return replace(self, zero=zero, sp=self.sp and self.tp > 1)
 
     def __str__(self) -> str:
         parts: list[str] = []
@@ -102,12 +98,6 @@ class Layout:
         parts.append(f"mb={self.mb}")
         add("recompute", self.recompute, "none")
         return " ".join(parts)
-
-
-def _replace(layout: Layout, changes: dict[str, object]) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, **changes)  # type: ignore[arg-type]
 
 
 class _Words:
@@ -187,7 +177,9 @@ def _data_parallel(words: _Words, zero: int) -> tuple[int, int]:
         return (1, dp) if zero else (dp, 1)
     replicate, shard = words.integer("dp_replicate", 1), words.integer("dp_shard", 1)
     if not zero and shard > 1:
-        words.faults.append(f"zero=0 shards nothing over dp_shard={shard}: write dp={replicate * shard}, or zero=1 or 3")
+        words.faults.append(
+            f"zero=0 shards nothing over dp_shard={shard}: write dp={replicate * shard}, or zero=1 or 3"
+        )
     return replicate, shard
 
 

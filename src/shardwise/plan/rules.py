@@ -61,13 +61,19 @@ def _cut(what: str, size: Callable[[Job], int]) -> Callable[[Layout, Job], tuple
 def _kv(layout: Layout, job: Job) -> tuple[str, str]:
     k = job.model.kv_heads
     if layout.tp > k:
-        return f"tp={layout.tp} is more than the {k} kv heads; copies of kv heads are not built yet", f"use tp={k} or less"
+        return (
+            f"tp={layout.tp} is more than the {k} kv heads; copies of kv heads are not built yet",
+            f"use tp={k} or less",
+        )
     return f"tp={layout.tp} does not divide {k} kv heads", f"use tp={_divisors_near(k, layout.tp)}"
 
 
 def _tokens(layout: Layout, job: Job) -> tuple[str, str]:
     n = layout.mb * job.seq_len
-    return f"sp=1 cuts {n:,} tokens of a micro-batch into tp={layout.tp} parts unevenly", "use sp=0, or another mb or tp"
+    return (
+        f"sp=1 cuts {n:,} tokens of a micro-batch into tp={layout.tp} parts unevenly",
+        "use sp=0, or another mb or tp",
+    )
 
 
 def _stages(layout: Layout, job: Job) -> tuple[str, str]:
@@ -91,6 +97,12 @@ def _split_broken(batch: LayoutBatch, job: Job) -> Bools:
     return broken
 
 
+def _schedule_broken(batch: LayoutBatch, job: Job) -> Bools:
+    del job
+    default = batch.names.index("1f1b") if "1f1b" in batch.names else -1
+    return (batch.pp == 1) & (batch.schedule != default)
+
+
 def _schedule(layout: Layout, job: Job) -> tuple[str, str]:
     del job
     return f"schedule={layout.schedule} with pp=1 has nothing to overlap", "leave schedule out, or use pp=2 or more"
@@ -99,9 +111,16 @@ def _schedule(layout: Layout, job: Job) -> tuple[str, str]:
 RULES: tuple[Rule, ...] = (
     Rule("world", "the degrees multiply to the devices", lambda b, j: b.world_size != j.cluster.world_size, _world),
     Rule("batch", "dp x mb divides the global batch", lambda b, j: j.global_batch % (b.dp * b.mb) != 0, _batch),
-    Rule("heads", "tp divides the heads", lambda b, j: j.model.heads % b.tp != 0, _cut("heads", lambda j: j.model.heads)),
+    Rule(
+        "heads", "tp divides the heads", lambda b, j: j.model.heads % b.tp != 0, _cut("heads", lambda j: j.model.heads)
+    ),
     Rule("kv-heads", "tp divides the kv heads", lambda b, j: j.model.kv_heads % b.tp != 0, _kv),
-    Rule("ffn", "tp divides the feed-forward size", lambda b, j: j.model.ffn % b.tp != 0, _cut("ffn", lambda j: j.model.ffn)),
+    Rule(
+        "ffn",
+        "tp divides the feed-forward size",
+        lambda b, j: j.model.ffn % b.tp != 0,
+        _cut("ffn", lambda j: j.model.ffn),
+    ),
     Rule(
         "vocab",
         "tp divides the vocabulary",
@@ -121,12 +140,8 @@ RULES: tuple[Rule, ...] = (
         _stages,
     ),
     Rule("split", "split= places every layer once", _split_broken, _split),
-    Rule("schedule", "a schedule needs a pipeline", lambda b, j: (b.pp == 1) & (b.schedule != _plain(b)), _schedule),
+    Rule("schedule", "a schedule needs a pipeline", _schedule_broken, _schedule),
 )
-
-
-def _plain(batch: LayoutBatch) -> int:
-    return batch.names.index("1f1b") if "1f1b" in batch.names else -1
 
 
 def legal(batch: LayoutBatch, job: Job) -> Bools:

@@ -65,52 +65,78 @@ class Holdings:
 
 def lower(row: Row, holdings: Holdings) -> Lowered:
     """The row as instructions on units."""
-    computes = [step if _is_batch(step) else _expand(step, holdings) for step in row]
     flat: list[Instruction | Batch] = []
-    for step in computes:
-        if _is_batch(step):
+    for step in row:
+        if isinstance(step, Action):
+            flat += _expand(step, holdings)
+        else:
             flat.append(step)
-        else:
-            flat.extend(step)
     work = [x for x in flat if isinstance(x, Instruction)]
-    needs = [_needs(x, holdings) for x in work]
-    last_gradient = {s: i for i, x in enumerate(work) if x.do in (Op.W, Op.BW) for s in holdings.uses[x.unit]}
-    out: list[Instruction | Batch] = []
-    late: list[Instruction] = []
-    resident: set[str] = set()
-    started: set[str] = set()
-    i = 0
+    state = _Placing(holdings, work, [_needs(x, holdings) for x in work])
     for step in flat:
-        if not isinstance(step, Instruction):
-            out += [step, *late]
-            late = []
-            continue
-        if step.first:
-            out += late
-            late = []
-        following = needs[i + 1] if i + 1 < len(needs) else ()
-        out += [Instruction(Do.UNSHARD, s) for s in needs[i] if s not in resident | started]
-        out += [Instruction(Do.READY, s) for s in needs[i] if s not in resident]
-        resident |= set(needs[i])
-        started = {s for s in following if s not in resident}
-        out += [Instruction(Do.UNSHARD, s) for s in following if s in started]
-        computed, reduces = _with_gradients(step, i, holdings, last_gradient)
-        out += computed
-        if holdings.resharded:
-            out += reduces
+        if isinstance(step, Instruction):
+            state.compute(step)
         else:
-            late += reduces
-        dropped = [s for s in needs[i] if s not in following]
-        out += [Instruction(Do.RESHARD, s) for s in dropped]
-        resident -= set(dropped)
-        i += 1
-    out += late
-    out += [Instruction(Do.TIE, s) for s in holdings.tied]
-    return tuple(out)
+            state.out.append(step)
+            state.flush()
+    state.flush()
+    return (*state.out, *(Instruction(Do.TIE, s) for s in holdings.tied))
 
 
-def _is_batch(step: object) -> bool:
-    return not isinstance(step, (Action, Instruction, list))
+class _Placing:
+    """Walks the compute instructions and places the others around them."""
+
+    def __init__(self, holdings: Holdings, work: Sequence[Instruction], needs: Sequence[tuple[str, ...]]) -> None:
+        self.holdings, self.needs = holdings, needs
+        self.out: list[Instruction | Batch] = []
+        self.late: list[Instruction] = []
+        self.resident: set[str] = set()
+        self.started: set[str] = set()
+        self.index = 0
+        gradients = [(i, x) for i, x in enumerate(work) if x.do in (Op.W, Op.BW)]
+        self.last_gradient = {s: i for i, x in gradients for s in holdings.uses[x.unit]}
+
+    def flush(self) -> None:
+        """Reductions that waited for the action's message to leave."""
+        self.out += self.late
+        self.late = []
+
+    def compute(self, step: Instruction) -> None:
+        """One instruction: its parameters ready, the next ones under way, its gradients reduced."""
+        if step.first:
+            self.flush()
+        needed = self.needs[self.index]
+        following = self.needs[self.index + 1] if self.index + 1 < len(self.needs) else ()
+        self._gather(needed, following)
+        opened, reduces = self._gradients(step)
+        self.out += [*opened, step]
+        if self.holdings.resharded:
+            self.out += reduces
+        else:
+            self.late += reduces
+        dropped = [s for s in needed if s not in following]
+        self.out += [Instruction(Do.RESHARD, s) for s in dropped]
+        self.resident -= set(dropped)
+        self.index += 1
+
+    def _gather(self, needed: Sequence[str], following: Sequence[str]) -> None:
+        absent = [s for s in needed if s not in self.resident]
+        self.out += [Instruction(Do.UNSHARD, s) for s in absent if s not in self.started]
+        self.out += [Instruction(Do.READY, s) for s in absent]
+        self.resident |= set(needed)
+        ahead = [s for s in following if s not in self.resident]
+        self.out += [Instruction(Do.UNSHARD, s) for s in ahead]
+        self.started = set(ahead)
+
+    def _gradients(self, step: Instruction) -> tuple[list[Instruction], list[Instruction]]:
+        """(buffers to open before the instruction, reductions that it makes due)."""
+        if step.do not in (Op.W, Op.BW):
+            return [], []
+        resharded, used = self.holdings.resharded, self.holdings.uses[step.unit]
+        final = {s: self.last_gradient[s] == self.index for s in used}
+        opened = [Instruction(Do.OPEN, s) for s in used] if resharded else []
+        due = [s for s in used if resharded or final[s]]
+        return opened, [Instruction(Do.REDUCE, s, step.stage, step.micro_batch, final[s]) for s in due]
 
 
 def _expand(action: Action, holdings: Holdings) -> list[Instruction]:
@@ -128,15 +154,3 @@ def _expand(action: Action, holdings: Holdings) -> list[Instruction]:
 def _needs(step: Instruction, holdings: Holdings) -> tuple[str, ...]:
     """Storages whose parameters must be whole: products and norms read them in F and B, no weight gradient does."""
     return tuple(holdings.uses[step.unit]) if holdings.resharded and step.do is not Op.W else ()
-
-
-def _with_gradients(
-    step: Instruction, i: int, holdings: Holdings, last_gradient: Mapping[str, int]
-) -> tuple[list[Instruction], list[Instruction]]:
-    """(the instruction behind the opening of its gradient buffers, the reductions that it makes due)."""
-    if step.do not in (Op.W, Op.BW):
-        return [step], []
-    used = holdings.uses[step.unit]
-    opened = [Instruction(Do.OPEN, s) for s in used] if holdings.resharded else []
-    due = [s for s in used if holdings.resharded or last_gradient[s] == i]
-    return [*opened, step], [Instruction(Do.REDUCE, s, step.stage, step.micro_batch, last_gradient[s] == i) for s in due]

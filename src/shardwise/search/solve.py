@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -74,7 +74,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> Generator[None]:
     """Tables of hundreds of thousands of small tuples, none of them cyclic: looking for cycles costs a third."""
     enabled = gc.isenabled()
     gc.disable()

@@ -68,7 +68,7 @@ class Comm(Protocol):
         ...
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x; `out` may be that part of x itself."""
+        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x; `out` may be that part itself."""
         ...
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-import torch
 from shardwise.collective import Labels, Phase, axis_label
 from shardwise.train.arithmetic import group_index, reduce_in_order, require, require_divisible, require_op, type_text
 from shardwise.train.comm import Group, Message, Work

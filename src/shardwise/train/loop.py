@@ -101,7 +101,13 @@ def _check_data(plan: Plan, settings: TrainSettings) -> None:
 
 
 def _run_rank(
-    rank: int, world_size: int, rendezvous: str | None, plan: Plan, settings: TrainSettings, steps: int, on_step: OnStep | None
+    rank: int,
+    world_size: int,
+    rendezvous: str | None,
+    plan: Plan,
+    settings: TrainSettings,
+    steps: int,
+    on_step: OnStep | None,
 ) -> list[StepReport]:
     """One rank from its start to its end."""
     torch.set_num_threads(1)
@@ -144,7 +150,10 @@ def _micro_batches(rank: Rank, corpus: Corpus, step: int) -> tuple[torch.Tensor 
     """(ids, targets) [micro-batches, T] of this rank: the step's samples, micro-batch by micro-batch."""
     if not (rank.needs_ids or rank.needs_targets):
         return None, None
-    rows = [corpus.batch(places) for places in sample_places(rank.layout, rank.world.index(*DATA), rank.job.global_batch, step)]
+    rows = [
+        corpus.batch(places)
+        for places in sample_places(rank.layout, rank.world.index(*DATA), rank.job.global_batch, step)
+    ]
     samples = torch.stack(rows)  # [m, mb, s + 1]
     ids = samples[..., :-1].flatten(1).contiguous() if rank.needs_ids else None
     targets = samples[..., 1:].flatten(1).contiguous() if rank.needs_targets else None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.placement import Edge, I, P, R, S
 from shardwise.train.redistribute import move
@@ -43,7 +42,7 @@ class Place:
 
 
 class _Norm(torch.autograd.Function):
-    """RMS norm (Zhang and Sennrich 2019, eq. 4). Hands its input on, so that its backward adds the residual's gradient."""
+    """RMS norm (Zhang and Sennrich 2019, eq. 4). Hands its input on: its backward adds the residual's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slot: Slot, eps: float, wide: torch.dtype, place: Place) -> Any:
@@ -56,8 +55,8 @@ class _Norm(torch.autograd.Function):
         return y, x
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gy: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gy, residual = gradients  # [t, h]; None where nobody took the residual
         x, rstd = ctx.saved_tensors
         slot: Slot = ctx.slot
         weight = slot.weight.to(ctx.wide)
@@ -74,7 +73,9 @@ class _Norm(torch.autograd.Function):
         return g.to(x.dtype), None, None, None, None
 
 
-def rms_norm(x: torch.Tensor, slot: Slot, eps: float, wide: torch.dtype, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(
+    x: torch.Tensor, slot: Slot, eps: float, wide: torch.dtype, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed [t, h], x): carry the second on as the residual."""
     return _Norm.apply(x, slot, eps, wide, place)
 
@@ -102,7 +103,6 @@ class _Linear(torch.autograd.Function):
         return y if residual is None else y.add_(residual)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         slots, place, row = ctx.slots, ctx.place, ctx.row
@@ -178,8 +178,8 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
         q, k, v, o, lse = ctx.saved_tensors
         seq, d = ctx.rope[0].shape[0], ctx.head_dim
         g4, q4, k4, v4, o4 = (x.view(-1, seq, x.shape[1] // d, d).transpose(1, 2) for x in (gradient, q, k, v, o))
@@ -207,8 +207,8 @@ class _SwiGLU(torch.autograd.Function):
         return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
         gate, up = ctx.saved_tensors
         d_up = torch.nn.functional.silu(gate).mul_(gradient)
         d_gate = gradient * up
@@ -231,7 +231,7 @@ def _local_rows(ids: torch.Tensor, rows: int, place: Place) -> tuple[torch.Tenso
 
 
 class _Embed(torch.autograd.Function):
-    """Vocabulary-parallel lookup. The weight is an input only so that the graph has a leaf; its gradient is the slot's."""
+    """Vocabulary-parallel lookup. The weight is an input so that the graph has a leaf; its gradient is the slot's."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, ids: torch.Tensor, slot: Slot, place: Place) -> torch.Tensor:
@@ -245,8 +245,8 @@ class _Embed(torch.autograd.Function):
         return place.leave(x, place.out)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
         (ids,) = ctx.saved_tensors
         slot, place = ctx.slot, ctx.place
         place.queue.put(lambda: _embedding_gradient(gradient, ids, slot, place))
@@ -272,10 +272,12 @@ def embed(ids: torch.Tensor, slot: Slot, place: Place) -> torch.Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Vocabulary-parallel cross-entropy, summed and scaled; its gradient replaces the logits, which nobody else needs."""
+    """Vocabulary-parallel cross-entropy, summed and scaled. Its gradient takes the place of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place
+    ) -> torch.Tensor:
         world, name, wide = place.world, place.name, scale.dtype
         top = logits.amax(-1).to(wide)  # [T]
         world.all_reduce(top, TP, name, op="max")
@@ -297,8 +299,8 @@ class _CrossEntropy(torch.autograd.Function):
         return total.log_().sub_(picked).mul_(weight).sum()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
         (d_logits,) = ctx.saved_tensors
         # Detached: what is saved of an input comes back with the graph that made it.
         return d_logits.detach().mul_(gradient), None, None, None

@@ -79,7 +79,7 @@ def clip_norm(states: Iterable[UnitState], world: World) -> torch.Tensor:
 
 
 def token_scale(targets: torch.Tensor, wide: torch.dtype, world: World) -> torch.Tensor:
-    """1 / valid tokens of the whole step, a scalar, known before any backward: the loss is a sum (and 0 tokens give 0)."""
+    """1 / valid tokens of the whole step, a scalar, known before any backward: the loss is a sum; of none it is 0."""
     count = (targets != IGNORE).sum()
     world.all_reduce(count, DATA, "loss", Phase.COUNT)
     return count.clamp(min=1).to(wide).reciprocal()

@@ -23,7 +23,6 @@ from shardwise.train.unit import UnitState
 from shardwise.train.weights import Entry, WeightQueue, drain
 from shardwise.train.world import World
 
-
 Done = Callable[[int], None]
 
 

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
+
 from shardwise.train.arithmetic import ARITHMETIC, group_index, require, require_divisible, require_op, type_text
 from shardwise.train.comm import Group, Message, Work
 

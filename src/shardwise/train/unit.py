@@ -1,9 +1,9 @@
 """The model state of one unit on one rank: DDP, ZeRO-1, ZeRO-3 and HSDP, by the storage's records alone.
 
-    zero   weights              gradient                      master, moments
-    0      whole                whole                         whole (the weights themselves where no cast is needed)
-    1      whole                whole, padded to the shards   this rank's shard
-    3      only while in use    whole only in one backward    this rank's shard; the gradient's shard as well
+zero   weights              gradient                      master, moments
+0      whole                whole                         whole (the weights themselves where no cast is needed)
+1      whole                whole, padded to the shards   this rank's shard
+3      only while in use    whole only in one backward    this rank's shard; the gradient's shard as well
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class UnitState:
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
-        self.weights = zeros(storage.numel, self.compute) if zero < 3 else None
-        aliased = zero == 0 and self.compute == self.wide and self.weights is not None
-        self.master = self.weights if aliased else zeros(shard, self.wide)
+        self.weights: torch.Tensor | None = zeros(storage.numel, self.compute) if zero < 3 else None
+        aliased = self.weights if zero == 0 and self.compute == self.wide else None
+        self.master: torch.Tensor = zeros(shard, self.wide) if aliased is None else aliased
         self.moments = zeros(shard, self.wide), zeros(shard, self.wide)
-        self.gradient = zeros(n * shard, self.wide) if zero < 3 else None
-        self.gradient_shard = self._part(self.gradient) if self.gradient is not None else zeros(shard, self.wide)
+        self.gradient: torch.Tensor | None = zeros(n * shard, self.wide) if zero < 3 else None
+        self.gradient_shard: torch.Tensor = (
+            zeros(shard, self.wide) if self.gradient is None else self._part(self.gradient)
+        )
         self.empty = torch.empty(0, dtype=self.compute, device=device)
         self.slots = {r.name: Slot(r, torch.nn.Parameter(self.empty)) for r in storage.records}
         self._gathering: tuple[torch.Tensor, torch.Tensor, Work] | None = None

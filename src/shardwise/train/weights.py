@@ -15,7 +15,9 @@ import torch
 from shardwise.plan.shards import Record
 
 
-def shard_blocks(record: Record, whole: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def shard_blocks(
+    record: Record, whole: torch.Tensor, parts: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Matching views of the whole parameter and of its padded shards `parts` [shards, rows * columns].
 
     Whole blocks of `rows` come first, then the block that the padding fills up; empty shards have no view.

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.account.compute import KINDS, flops_per_token, mean_context, recomputed_flops, unit_flops, unit_work
 from shardwise.model.spec import Cut
-from support.models import tiny
+from tests.support.models import tiny
 
 MODEL = tiny()  # h 32, 8 heads of 4, ffn 48, vocab 40
 SEQ = 16

@@ -26,7 +26,7 @@ from shardwise.plan.plan import (
     to_toml,
     write,
 )
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 TINY_FILE = Path(__file__).parents[3] / "examples" / "tiny.toml"
 

@@ -23,7 +23,7 @@ from shardwise.search.solve import Candidate, SearchResult
 from shardwise.units import GIB
 from shardwise.view import chart, data, pages, proof, tables, training, words
 from shardwise.view.review import Request, Review, bubble_s, communication_s, ledger_rows
-from support.models import job, tiny
+from tests.support.models import job, tiny
 
 LAYOUT = parse("tp=2 pp=4 dp_replicate=2 dp_shard=4 zero=1 schedule=zb-h1 mb=1 recompute=full")
 JOB = job(tiny(), "8x8xh100", batch=64, precision="bf16")
@@ -48,7 +48,7 @@ def make_review(peak_GiB: float = 70.0) -> Review:
         MemoryBreakdown(r, f"BW of stage {r}", {"parameters": GIB, "activations": 0}, {"context": GIB // 2})
         for r in range(4)
     ]
-    memory[2] = MemoryBreakdown(2, "F of stage 2", {"activations": round(peak_GiB * GIB)})
+    memory[2] = MemoryBreakdown(2, "F of stage 2", {"activations": round(peak_GiB * GIB)}, {})
     ledger = Counter(
         {
             Collective(Key("layers.0.mlp.down", "B", "tp"), Kind.ALL_GATHER, (0, 1), 2**20, "bfloat16"): 8,
