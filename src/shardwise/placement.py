@@ -117,3 +117,25 @@ class Edge:
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.destination}"
+
+
+def stream_edges(sp: bool) -> tuple[Edge, Edge]:
+    """(stream -> R, P -> stream) of the residual stream [tokens, hidden] on tp: invariant, or cut along its tokens."""
+    stream = S(0) if sp else I
+    return Edge(stream, R), Edge(P, stream)
+
+
+def _print_table() -> None:
+    kinds = (I, R, P, S(0), S(1))
+    print(f"{'edge':<12} {'forward':<15} {'backward':<15} known as")
+    for source in kinds[:4]:
+        for destination in kinds:
+            if source.kind != "S" and destination == S(1):
+                continue
+            edge = Edge(source, destination)
+            known = KNOWN_AS.get(source.kind + destination.kind, "") if source != destination else ""
+            print(f"{edge!s:<12} {edge.forward:<15} {edge.backward:<15} {known}".rstrip())
+
+
+if __name__ == "__main__":
+    _print_table()

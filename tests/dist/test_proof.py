@@ -25,4 +25,4 @@ def test_every_composition_of_the_front_is_proved(case: Case, precision: str) ->
     """First, a middle and the last rank, on real tensors under the fake process group."""
     work, world = case.job(precision), case.layout.world_size
     for rank in sorted({0, world // 2, world - 1}):
-        assert_proved(prove_rank(work, case.layout, rank, fake=False))
+        assert_proved(prove_rank(work, case.layout, rank, tensors="real"))

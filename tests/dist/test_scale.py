@@ -60,8 +60,8 @@ def test_a_step_continued_by_its_period_equals_the_full_walk(text: str, extra: i
     layout = parse(text)
     work = job(tiny(7), f"{layout.world_size}xcpu", batch=layout.dp * (28 + extra))
     for rank in (0, layout.world_size - 1):
-        short = prove_rank(work, layout, rank, fake=False)
-        whole = prove_rank(work, layout, rank, fake=False, full=True)
+        short = prove_rank(work, layout, rank, tensors="real")
+        whole = prove_rank(work, layout, rank, tensors="real", full=True)
         assert short.executed < short.micro_batches == whole.executed
         assert short.recorded == whole.recorded
         assert short.ok
@@ -70,19 +70,19 @@ def test_a_step_continued_by_its_period_equals_the_full_walk(text: str, extra: i
         assert whole.measured_peak_bytes - short.measured_peak_bytes <= 8 * (whole.executed - short.executed)
 
 
-def test_fake_tensors_and_real_ones_show_the_same() -> None:
-    layout = parse("tp=2 pp=2 dp=2 zero=3 mb=1 recompute=full")
+@pytest.mark.parametrize("text", ["tp=2 pp=2 dp=2 zero=3 mb=1 recompute=full", "tp=4 pp=2 schedule=zb-h1 mb=1"])
+def test_meta_fake_and_real_tensors_show_the_same(text: str) -> None:
     work = job(tiny(5), "8xcpu", precision="bf16")
     for rank in (0, 7):
-        fake, real = (prove_rank(work, layout, rank, fake=f) for f in (True, False))
-        assert fake.recorded == real.recorded
-        assert fake.measured_peak_bytes == real.measured_peak_bytes
+        meta, fake, real = (prove_rank(work, parse(text), rank, tensors=t) for t in ("meta", "fake", "real"))
+        assert meta.recorded == fake.recorded == real.recorded
+        assert meta.measured_peak_bytes == fake.measured_peak_bytes == real.measured_peak_bytes
 
 
 def test_70b_under_zero_3_is_proved() -> None:
     """HSDP at scale: padded shards, one unit ahead, interleaved stages."""
     work = Job(load_model("llama-3.1-70b"), parse_cluster("64x8xh100"), 8192, 512)
-    layout = parse("tp=8 pp=4 dp_replicate=2 dp_shard=8 zero=3 schedule=interleaved:2 mb=1 recompute=full")
+    layout = parse("tp=8 pp=8 dp_replicate=2 dp_shard=4 zero=3 schedule=interleaved:2 mb=1 recompute=full")
     for rank in (0, 511):
         proof = prove_rank(work, layout, rank)
         assert not proof.differences()

@@ -13,7 +13,7 @@ from functools import lru_cache
 from shardwise.collective import Collective, Key, Kind, Ledger, Phase, axis_label
 from shardwise.mesh import DATA, REPORT, SHARDED, Axes, Mesh
 from shardwise.model.spec import Cut, Model, Op, Unit
-from shardwise.placement import Edge, I, Local, Move, P, R, S
+from shardwise.placement import Local, Move, stream_edges
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
@@ -37,12 +37,6 @@ class Traffic:
     payload_bytes: int
     wide: bool = False
     shared: bool = False
-
-
-def stream_edges(sp: bool) -> tuple[Edge, Edge]:
-    """(stream -> R, P -> stream) of the residual stream on tp."""
-    stream = S(0) if sp else I
-    return Edge(stream, R), Edge(P, stream)
 
 
 @lru_cache(maxsize=65536)

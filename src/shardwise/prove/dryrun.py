@@ -1,4 +1,8 @@
-"""The dry run: the real training code of one rank, at full scale, on fake tensors under the fake process group."""
+"""The dry run: the real training code of one rank, at full scale, on tensors without data, under the fake process group.
+
+Three kinds of tensors show the same (a test holds them together): `meta` has shapes and no data, the fastest; `fake`
+is torch's FakeTensorMode, which follows the CPU's own kernels; `real` is memory, for small models.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +27,8 @@ from shardwise.prove.record import Recorder
 from shardwise.train.distributed import close_world, open_world
 from shardwise.train.rank import Rank, build_rank, train_step
 
+Tensors = Literal["meta", "fake", "real"]
+
 Progress = Callable[[int, int], None]
 """Called with (micro-batches done, micro-batches to execute)."""
 
@@ -31,13 +38,18 @@ class PeriodError(RuntimeError):
 
 
 def prove_rank(
-    job: Job, layout: Layout, rank: int, *, fake: bool = True, full: bool = False, progress: Progress | None = None
+    job: Job,
+    layout: Layout,
+    rank: int,
+    *,
+    tensors: Tensors = "meta",
+    full: bool = False,
+    progress: Progress | None = None,
 ) -> Proof:
     """Run one step of one global rank and compare it with the plan.
 
-    `fake` False runs real tensors, for small models (their values mean nothing: no other rank answers). `full`
-    executes every micro-batch instead of continuing the steady state by its period. Raises ValueError for a rank
-    outside the layout's world.
+    `full` executes every micro-batch instead of continuing the steady state by its period. Values mean nothing, of
+    real tensors neither: no other rank answers. Raises ValueError for a rank outside the layout's world.
     """
     if not 0 <= rank < layout.world_size:
         raise ValueError(f"rank {rank} is outside 0 .. {layout.world_size - 1}")
@@ -49,8 +61,9 @@ def prove_rank(
     recorder = Recorder(labels)
     comm = open_world("fake", rank, layout.world_size, labels=labels)
     try:
-        with FakeTensorMode() if fake else nullcontext(), recorder:
-            built = build_rank(job, layout, comm, labels, seed=None)
+        with FakeTensorMode() if tensors == "fake" else nullcontext(), recorder:
+            device = torch.device("meta" if tensors == "meta" else "cpu")
+            built = build_rank(job, layout, comm, labels, seed=None, device=device)
             snapshots = _run(built, recorder, micro_batches, executed, progress)
     finally:
         close_world()
@@ -84,8 +97,9 @@ def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
 def _run(rank: Rank, recorder: Recorder, micro_batches: int, executed: int, progress: Progress | None) -> list[Ledger]:
     """One measured step; the ledger after each micro-batch's last gradient on the rank's first stage."""
     tokens = rank.job.cut(rank.layout).tokens
-    ids = torch.zeros(micro_batches, tokens, dtype=torch.int64) if rank.needs_ids else None
-    targets = torch.zeros(micro_batches, tokens, dtype=torch.int64) if rank.needs_targets else None
+    shape, kind = (micro_batches, tokens), {"dtype": torch.int64, "device": rank.device}
+    ids = torch.zeros(shape, **kind) if rank.needs_ids else None
+    targets = torch.zeros(shape, **kind) if rank.needs_targets else None
     snapshots: list[Ledger] = []
 
     def done(_: int) -> None:

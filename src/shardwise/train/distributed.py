@@ -57,7 +57,7 @@ def open_world(
         )
     except RuntimeError as error:
         raise CommError(f"rank {rank} could not join a {backend} world of {world_size}: {error}") from error
-    return DistributedComm(labels or Labels(), timeout_s=timeout_s, device=device)
+    return DistributedComm(backend, labels or Labels(), timeout_s=timeout_s, device=device)
 
 
 def close_world() -> None:
@@ -113,10 +113,10 @@ class _Works(NamedTuple):
 class DistributedComm:
     """`Comm` of this process in the world that torch.distributed has open; made by `open_world`."""
 
-    def __init__(self, labels: Labels, *, timeout_s: float = 60.0, device: torch.device | None = None):
+    def __init__(self, backend: str, labels: Labels, *, timeout_s: float = 60.0, device: torch.device | None = None):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.backend = str(dist.get_backend())
+        self.backend = backend
         self.labels = labels
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device if self.backend == "nccl" else None
@@ -200,6 +200,7 @@ class DistributedComm:
             # With `device_id` NCCL makes the communicator now, not inside the first step.
             handle = dist.new_group(
                 list(ranks),
+                backend="cpu:fake,meta:fake" if self.backend == "fake" else None,  # a dry run may hold meta tensors
                 timeout=self._timeout,
                 use_local_synchronization=True,
                 group_desc=name,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.model.spec import Model, Unit
+from shardwise.placement import stream_edges
 from shardwise.train import ops
 from shardwise.train.ops import Place
 from shardwise.train.weights import Slot, WeightQueue
@@ -31,7 +32,7 @@ class UnitModule:
 
     def __init__(self, unit: Unit, slots: dict[str, Slot], context: Context) -> None:
         self.unit, self.slots, self.context = unit, slots, context
-        into, out = ops.stream_edges(context.sp)
+        into, out = stream_edges(context.sp)
         self.places = {
             op.name: Place(f"{unit.name}.{op.name}" if op.name else unit.name, context.world, context.queue, into, out)
             for op in unit.block.ops

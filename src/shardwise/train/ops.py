@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.placement import Edge, I, P, R, S
+from shardwise.placement import Edge
 from shardwise.train.redistribute import move
 from shardwise.train.weights import Slot, WeightQueue
 from shardwise.train.world import World
@@ -312,9 +312,3 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tens
     targets [T], IGNORE where a token does not count; scale: 1 / valid tokens of the whole step.
     """
     return _CrossEntropy.apply(logits, targets, scale, place)
-
-
-def stream_edges(sp: bool) -> tuple[Edge, Edge]:
-    """(stream -> R, P -> stream): the stream is invariant on tp, or cut along tokens under sequence parallelism."""
-    stream = S(0) if sp else I
-    return Edge(stream, R), Edge(P, stream)
