@@ -15,8 +15,9 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     half = x.shape[-1] // 2
     frequency = 1.0 / theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequency)
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([z.real, z.imag], -1)
+    wide = x.double()
+    z = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1).to(x.dtype)
 
 
 def logits(model: Model, w: Weights, ids: torch.Tensor) -> torch.Tensor:
