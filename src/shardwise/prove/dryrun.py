@@ -57,14 +57,13 @@ def prove_rank(
     micro_batches = job.micro_batches(layout)
     period = schedules.period(layout.schedule, layout.pp)
     executed = micro_batches if full else _to_execute(layout, micro_batches, period)
-    labels = Labels()
-    recorder = Recorder(labels)
-    comm = open_world("fake", rank, layout.world_size, labels=labels)
+    recorder = Recorder(Labels())
+    comm = open_world("fake", rank, layout.world_size, labels=recorder.labels)
     try:
         with FakeTensorMode() if tensors == "fake" else nullcontext(), recorder:
             device = torch.device("meta" if tensors == "meta" else "cpu")
-            built = build_rank(job, layout, comm, labels, seed=None, device=device)
-            snapshots = _run(built, recorder, micro_batches, executed, progress)
+            built = build_rank(job, layout, comm, recorder.labels, seed=None, device=device)
+            snapshots = _run(built, recorder, executed, progress)
     finally:
         close_world()
     recorded = _continued(recorder.ledger, snapshots, period, executed, micro_batches)
@@ -94,10 +93,10 @@ def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
     return min(micro_batches, enough)
 
 
-def _run(rank: Rank, recorder: Recorder, micro_batches: int, executed: int, progress: Progress | None) -> list[Ledger]:
+def _run(rank: Rank, recorder: Recorder, executed: int, progress: Progress | None) -> list[Ledger]:
     """One measured step; the ledger after each micro-batch's last gradient on the rank's first stage."""
     tokens = rank.job.cut(rank.layout).tokens
-    shape, kind = (micro_batches, tokens), {"dtype": torch.int64, "device": rank.device}
+    shape, kind = (rank.micro_batches, tokens), {"dtype": torch.int64, "device": rank.device}
     ids = torch.zeros(shape, **kind) if rank.needs_ids else None
     targets = torch.zeros(shape, **kind) if rank.needs_targets else None
     snapshots: list[Ledger] = []

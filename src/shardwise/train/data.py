@@ -19,28 +19,28 @@ class DataError(ValueError):
     """A corpus that cannot be read, or is too small."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """Bytes as tokens; sample i is `seq_len + 1` of them from i * seq_len on. Each epoch has its own order."""
 
-    tokens: torch.Tensor
+    tokens: np.ndarray
     """uint8 [n]"""
     seq_len: int
     seed: int
 
     @property
     def samples(self) -> int:
-        return (len(self.tokens) - 1) // self.seq_len
+        return max(0, len(self.tokens) - 1) // self.seq_len
 
     def batch(self, indices: range) -> torch.Tensor:
         """Samples at these places of the endless stream: int64 [len(indices), seq_len + 1]."""
-        rows = [self._sample(i) for i in indices]
-        return torch.stack(rows).to(torch.int64)
+        starts = np.array([self._start(i) for i in indices])
+        rows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)]
+        return torch.from_numpy(rows.astype(np.int64))
 
-    def _sample(self, index: int) -> torch.Tensor:
+    def _start(self, index: int) -> int:
         epoch, place = divmod(index, self.samples)
-        start = int(_order(self.seed, epoch, self.samples)[place]) * self.seq_len
-        return self.tokens[start : start + self.seq_len + 1]
+        return int(_order(self.seed, epoch, self.samples)[place]) * self.seq_len
 
 
 @lru_cache(maxsize=2)
@@ -52,10 +52,10 @@ def _order(seed: int, epoch: int, samples: int) -> np.ndarray:
 def read_corpus(source: str, seq_len: int, seed: int, least: int) -> Corpus:
     """`python-stdlib`, or a file's bytes. Raises DataError where fewer than `least` samples come of it."""
     data = b"".join(path.read_bytes() for path in _files(source))
-    corpus = Corpus(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8), seq_len, seed)
+    corpus = Corpus(np.frombuffer(data, dtype=np.uint8), seq_len, seed)
     if corpus.samples < least:
-        wanted = least * seq_len + 1
-        raise DataError(f"{source}: {len(data):,} bytes are too few, one step takes {wanted:,}")
+        remedy = "take a larger file, or a smaller global_batch or seq_len"
+        raise DataError(f"{source}: {len(data):,} bytes; one step takes {least * seq_len + 1:,}: {remedy}")
     return corpus
 
 
@@ -64,5 +64,5 @@ def _files(source: str) -> list[Path]:
         return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     path = Path(source)
     if not path.is_file():
-        raise DataError(f"{source}: no such file")
+        raise DataError(f"{source}: {'not a regular file' if path.exists() else 'no such file'}")
     return [path]

@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,58 +35,78 @@ FRAMES = 4
 
 PR_SET_PDEATHSIG = 1
 
+OnWord = Callable[[Any], None]
+
 
 def launch(
-    world_size: int, target: Callable[..., Any], args: tuple[Any, ...] = (), timeout_s: float | None = None
+    world_size: int,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    timeout_s: float | None = None,
+    on_word: OnWord | None = None,
 ) -> list[Any]:
     """Run `target(rank, world_size, init_method, *args)` in one forked process per rank; their results in rank order.
 
-    `init_method` is a file rendezvous for `open_world`. Output is inherited. Results are pickled. Raises RankFailed
-    when a rank raises, dies, or is not done after `timeout_s`; by then, as after any other exception (Ctrl-C), all
-    ranks have ended: SIGTERM, then SIGKILL. A rank never outlives this process (on Linux).
+    `init_method` is a file rendezvous for `open_world`. Output is inherited. Results are pickled. With `on_word` the
+    target takes one argument more: what a rank calls it with is pickled, and `on_word` is called with it here, soon.
+    Raises RankFailed when a rank raises, dies, or is not done after `timeout_s`; by then, as after any other
+    exception (Ctrl-C, one of `on_word`), all ranks have ended: SIGTERM, then SIGKILL. A rank never outlives this
+    process (on Linux).
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         init_method = f"file://{Path(folder, 'rendezvous')}"
         children: list[_Child] = []
         try:
-            for rank in range(world_size):
-                reader, writer = context.Pipe(duplex=False)
-                call = (writer, os.getpid(), target, rank, world_size, init_method, args)
-                process = context.Process(target=_rank_main, args=call, name=f"rank {rank}")
-                process.start()
-                children.append(_Child(rank, process, reader))
-                writer.close()  # only the child holds it now, so that its death shows as the end of the file
-            return _supervise(children, timeout_s)
+            with _ctrl_c_held_back():
+                for rank in range(world_size):
+                    reader, writer = context.Pipe(duplex=False)
+                    tell = () if on_word is None else (partial(_tell, writer),)
+                    call = (writer, os.getpid(), target, (rank, world_size, init_method, *args, *tell))
+                    process = context.Process(target=_rank_main, args=call, name=f"rank {rank}")
+                    process.start()
+                    children.append(_Child(rank, process, reader))
+                    writer.close()  # only the child holds it now, so that its death shows as the end of the file
+            return _supervise(children, timeout_s, on_word)
         finally:
             _end(children)
 
 
-def _rank_main(
-    writer: connection.Connection,
-    parent: int,
-    target: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    init_method: str,
-    args: tuple[Any, ...],
-) -> None:
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Deliver SIGINT at the end of the block: no rank is forked and then forgotten, none hears of it unprepared."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank_main(writer: connection.Connection, parent: int, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The child. It leaves Ctrl-C, which the terminal sends to every process, to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with(parent)
     try:
-        result = target(rank, world_size, init_method, *args)
-        _send(writer, _Message(time.monotonic(), result=result))
+        _send(writer, _Message(result=target(*args)))
     except BaseException as error:  # whatever ends the rank is the parent's to report, SystemExit included
-        text = "".join(traceback.format_exception(error, limit=-FRAMES))
-        step = getattr(error, "step", None)
-        _send(writer, _Message(time.monotonic(), f"{type(error).__name__}: {error}", text, step))
+        _send(writer, _Message(failure_of(error), time.monotonic()))
     finally:
         writer.close()
 
 
-def _send(writer: connection.Connection, message: _Message) -> None:
+def failure_of(error: BaseException) -> Failure:
+    """What is told of an exception that ended a rank."""
+    trace = "".join(traceback.format_exception(error, limit=-FRAMES))
+    return Failure(f"{type(error).__name__}: {error}", trace, getattr(error, "step", None))
+
+
+def _tell(writer: connection.Connection, content: Any) -> None:
+    _send(writer, _Word(content))
+
+
+def _send(writer: connection.Connection, message: _Message | _Word) -> None:
     """Pickled here: `writer.send` would hand a tensor over by shared memory, which ends with this process."""
     content = pickle.dumps(message)
     sys.stdout.flush()  # what was printed must be out before the parent hears of a failure and ends this process
@@ -101,28 +123,47 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _supervise(children: list[_Child], timeout_s: float | None) -> list[Any]:
+def _supervise(children: list[_Child], timeout_s: float | None, on_word: OnWord | None) -> list[Any]:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     waiting = {child.reader: child for child in children}
     results: dict[int, Any] = {}
     while waiting:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        heard = _hear(waiting, left)
-        if not heard:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
             late = sorted(child.rank for child in waiting.values())
-            raise RankFailed(late[0], f"not done after {timeout_s:g} s, like all of {late}")
+            raise RankFailed(late[0], Failure(f"not done after {timeout_s:g} s, like all of {late}"))
+        heard = _hear(waiting, left, on_word)
         if any(report.failed for report in heard):
-            time.sleep(GATHER_S)
-            heard += _hear(waiting, 0.0)
-            raise min((report for report in heard if report.failed), key=_Report.order).error()
+            until = time.monotonic() + GATHER_S
+            while waiting and (left := until - time.monotonic()) > 0:
+                heard += _hear(waiting, left, on_word)
+            raise _root_cause([report for report in heard if report.failed])
         results |= {report.rank: report.message.result for report in heard if report.message}
     return [results[child.rank] for child in children]
 
 
-def _hear(waiting: dict[connection.Connection, _Child], timeout_s: float | None) -> list[_Report]:
-    """The reports that have come, once there is one; their children no longer wait."""
+def _hear(
+    waiting: dict[connection.Connection, _Child], timeout_s: float | None, on_word: OnWord | None
+) -> list[_Report]:
+    """Wait for ranks to speak: words are passed on, reports returned; their children no longer wait."""
     ready = connection.wait(list(waiting), timeout_s)
-    return [waiting.pop(reader).listen() for reader in list(waiting) if reader in ready]
+    reports: list[_Report] = []
+    for reader in [reader for reader in waiting if reader in ready]:
+        heard = waiting[reader].listen()
+        if isinstance(heard, _Report):
+            del waiting[reader]
+            reports.append(heard)
+        elif on_word is not None:
+            on_word(heard.content)
+    return reports
+
+
+def _root_cause(failed: list[_Report]) -> RankFailed:
+    """The first failure; who dies without a word cannot name its step, but its peers name theirs."""
+    first = min(failed, key=_Report.order)
+    steps = [report.failure.step for report in failed if report.failure.step is not None]
+    failure = first.failure if first.failure.step is not None else first.failure._replace(step=min(steps, default=None))
+    return RankFailed(first.rank, failure)
 
 
 def _end(children: list[_Child]) -> None:
@@ -140,28 +181,38 @@ def _end(children: list[_Child]) -> None:
         child.process.close()
 
 
+class Failure(NamedTuple):
+    """Why a rank ended: `cause` in one line, `trace` its innermost frames, `step` where the exception names one."""
+
+    cause: str
+    trace: str = ""
+    step: int | None = None
+
+
 class RankFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A rank raised, died or was late: `cause` in one line, `trace` its innermost frames.
+    """A rank raised, died or was late. `step` is the attribute of that name of the exception that it raised."""
 
-    `step` is the attribute of that name of the exception that it raised, where there is one.
-    """
-
-    def __init__(self, rank: int, cause: str, trace: str = "", step: int | None = None):
-        super().__init__(rank, cause, trace, step)
-        self.rank, self.cause, self.trace, self.step = rank, cause, trace, step
+    def __init__(self, rank: int, failure: Failure):
+        super().__init__(rank, failure)
+        self.rank = rank
+        self.cause, self.trace, self.step = failure
 
     def __str__(self) -> str:
         where = f"rank {self.rank}" if self.step is None else f"rank {self.rank}, step {self.step}"
         return f"{where}: {self.cause}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
 
 
-class _Message(NamedTuple):
-    """A child's only word to its parent: its result or, with a cause, its failure."""
+class _Word(NamedTuple):
+    """What a child says while it runs."""
 
-    time: float
-    cause: str = ""
-    trace: str = ""
-    step: int | None = None
+    content: Any
+
+
+class _Message(NamedTuple):
+    """A child's last word to its parent: its result or, with a failure, when that happened."""
+
+    failure: Failure | None = None
+    time: float = 0.0
     result: Any = None
 
 
@@ -174,16 +225,16 @@ class _Report(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        return self.message is None or bool(self.message.cause)
+        return self.message is None or self.message.failure is not None
+
+    @property
+    def failure(self) -> Failure:
+        found = self.message.failure if self.message else None
+        return found or Failure(self.death)
 
     def order(self) -> tuple[bool, float]:
         """The root cause first: a death without a word, then the earliest error (one clock serves all processes)."""
         return (True, self.message.time) if self.message else (False, 0.0)
-
-    def error(self) -> RankFailed:
-        if self.message is None:
-            return RankFailed(self.rank, self.death)
-        return RankFailed(self.rank, self.message.cause, self.message.trace, self.message.step)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,13 +244,15 @@ class _Child:
     reader: connection.Connection
     finished: bool = False
 
-    def listen(self) -> _Report:
+    def listen(self) -> _Report | _Word:
         try:
-            message: _Message = pickle.loads(self.reader.recv_bytes())
+            message: _Message | _Word = pickle.loads(self.reader.recv_bytes())
         except (EOFError, OSError):
             self.process.join(TERMINATE_S)
             return _Report(self.rank, None, _death_text(self.process.exitcode))
-        self.finished = not message.cause
+        if isinstance(message, _Word):
+            return message
+        self.finished = message.failure is None
         return _Report(self.rank, message)
 
 

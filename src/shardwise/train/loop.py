@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,17 +16,30 @@ from shardwise.mesh import DATA
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, TrainSettings
 from shardwise.train.data import BYTES, Corpus, DataError, read_corpus
-from shardwise.train.distributed import close_world, open_world
-from shardwise.train.launch import launch
+from shardwise.train.distributed import CommError, close_world, open_world
+from shardwise.train.launch import RankFailed, failure_of, launch
 from shardwise.train.optim import OptimizerSettings
 from shardwise.train.rank import Rank, build_rank, train_step
 
-TIMEOUT_S = 20.0
-"""Longest wait for another rank inside a step: a rank that fails ends all others within 30 s."""
+TIMEOUT_S = 300.0
+"""Longest wait for another rank: it bounds a hang and the work of a stage. A rank that ends is noticed at once."""
+
+REPORTER_S = 3.0
+"""How long a rank that is not to speak outlives bad input: a launcher ends all ranks as soon as one has left."""
 
 
 class WorldMismatchError(ValueError):
     """The processes at hand are not the ranks that the layout wants; found before any of them talks to another."""
+
+
+class ToldByRank0Error(ValueError):
+    """Bad input, on a rank that leaves it to rank 0 to say so."""
+
+    faults: tuple[str, ...] = ()
+
+
+class NotFiniteError(ArithmeticError):
+    """The loss or the gradient's norm is infinite or no number: nothing that follows would mean anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +76,58 @@ def is_reporter() -> bool:
 def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -> list[StepReport]:
     """Train, and return what each step reported (on the reporting process; elsewhere nothing).
 
-    Without a launcher this process starts the ranks itself, on this machine; it must not have run a torch operation.
-    Raises WorldMismatchError or DataError before any rank starts, and RankFailed or the rank's own error after.
+    Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
+    run a torch operation. Raises WorldMismatchError or DataError (where another process says it, ToldByRank0Error)
+    before any rank starts, and RankFailed after.
     """
     settings = plan.train or TrainSettings()
-    count = settings.steps if steps is None else steps
     launched = _launched()
-    _check_world(plan, launched)
-    _check_data(plan, settings)
-    if launched is not None:
-        rank, world_size = launched
-        return _run_rank(rank, world_size, None, plan, settings, count, on_step)
-    return launch(plan.layout.world_size, _run_rank, (plan, settings, count, on_step))[0]
+    try:
+        _check_world(plan, launched)
+        corpus = _read_data(plan, settings)
+    except (WorldMismatchError, DataError) as error:
+        if is_reporter():
+            raise
+        time.sleep(REPORTER_S)
+        raise ToldByRank0Error(str(error)) from error
+    work = plan, settings, corpus, settings.steps if steps is None else steps
+    if launched is None:
+        return launch(plan.layout.world_size, _run_rank, work, on_word=on_step)[0]
+    rank, world_size = launched
+    try:
+        return _run_rank(rank, world_size, None, *work, on_step)
+    except BrokenPipeError:  # of rank 0's output
+        raise
+    except Exception as error:
+        failure = failure_of(error)
+        if isinstance(error, CommError):  # another rank's failure, most likely: it names what matters
+            failure = failure._replace(trace="")
+        raise RankFailed(rank, failure) from error
 
 
 def _check_world(plan: Plan, launched: tuple[int, int] | None) -> None:
     layout, cluster = plan.layout, plan.job.cluster
-    wanted = layout.world_size
-    if launched is not None:
-        if launched[1] != wanted:
-            raise WorldMismatchError(
-                f"the layout {layout} wants {wanted:,} ranks (tp {layout.tp} x pp {layout.pp} x dp {layout.dp}), "
-                f"the launcher started {launched[1]:,}"
-            )
-        return
-    if cluster.nodes > 1 or cluster.device.name != "cpu":
+    if cluster.device.name != "cpu":
         raise WorldMismatchError(
-            f"the plan is for {cluster.name}, not for ranks on the CPUs of this machine: start it there, with "
+            f"the plan is for {cluster.name}, ranks run on CPUs only: plan for CPUs, such as {layout.world_size}xcpu"
+        )
+    if launched is None and cluster.nodes > 1:
+        raise WorldMismatchError(
+            f"the plan is for {cluster.name}, this is one machine: start it on each node, with "
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m shardwise train PLAN"
+        )
+    if launched is not None and launched[1] != layout.world_size:
+        raise WorldMismatchError(
+            f"the layout {layout} wants {layout.world_size:,} ranks (tp {layout.tp} x pp {layout.pp} x "
+            f"dp {layout.dp}), the launcher started {launched[1]:,}"
         )
 
 
-def _check_data(plan: Plan, settings: TrainSettings) -> None:
+def _read_data(plan: Plan, settings: TrainSettings) -> Corpus:
     """Everything about the data that can be wrong is found before a rank starts."""
     if plan.job.model.vocab < BYTES:
         raise DataError(f"vocabulary of {plan.job.model.vocab}: byte-level text takes {BYTES}")
-    read_corpus(settings.data, plan.job.seq_len, settings.seed, plan.job.global_batch)
+    return read_corpus(settings.data, plan.job.seq_len, settings.seed, plan.job.global_batch)
 
 
 def _run_rank(
@@ -106,22 +136,21 @@ def _run_rank(
     rendezvous: str | None,
     plan: Plan,
     settings: TrainSettings,
+    corpus: Corpus,
     steps: int,
-    on_step: OnStep | None,
+    on_step: OnStep | None = None,
 ) -> list[StepReport]:
     """One rank from its start to its end."""
     torch.set_num_threads(1)
     labels = Labels()
     comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
-    try:
-        optimizer = OptimizerSettings(
-            settings.learning_rate, weight_decay=settings.weight_decay, clip_norm=settings.clip_norm
-        )
-        built = build_rank(plan.job, plan.layout, comm, labels, seed=settings.seed, settings=optimizer)
-        corpus = read_corpus(settings.data, plan.job.seq_len, settings.seed, plan.job.global_batch)
-        return _steps(built, corpus, steps, on_step if rank == 0 else None)
-    finally:
-        close_world()
+    optimizer = OptimizerSettings(
+        settings.learning_rate, weight_decay=settings.weight_decay, clip_norm=settings.clip_norm
+    )
+    built = build_rank(plan.job, plan.layout, comm, labels, seed=settings.seed, settings=optimizer)
+    reports = _steps(built, corpus, steps, on_step if rank == 0 else None)
+    close_world()  # not after a failure: peers would fail of it, and be heard before the cause
+    return reports if rank == 0 else []
 
 
 def _steps(rank: Rank, corpus: Corpus, steps: int, on_step: OnStep | None) -> list[StepReport]:
@@ -131,7 +160,8 @@ def _steps(rank: Rank, corpus: Corpus, steps: int, on_step: OnStep | None) -> li
         try:
             result = train_step(rank, *_micro_batches(rank, corpus, step))
             loss, norm = float(result.loss), float(result.norm)
-        except Exception as error:
+            _require_finite(loss, norm)
+        except BaseException as error:
             _name_step(error, step)
             raise
         seconds = time.perf_counter() - started
@@ -139,6 +169,11 @@ def _steps(rank: Rank, corpus: Corpus, steps: int, on_step: OnStep | None) -> li
         if on_step is not None:
             on_step(reports[-1])
     return reports
+
+
+def _require_finite(loss: float, norm: float) -> None:
+    if not (isfinite(loss) and isfinite(norm)):
+        raise NotFiniteError(f"loss {loss:g}, gradient norm {norm:g}: take a smaller learning_rate or clip_norm")
 
 
 def _name_step(error: Any, step: int) -> None:

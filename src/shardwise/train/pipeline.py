@@ -93,12 +93,13 @@ class Executor:
         labels, state = self.world.labels, self.states.get(x.unit)
         match x.do:
             case Op.F:
-                with labels.at(phase=Phase.F):
+                with labels.at(module=x.unit, phase=Phase.F):
                     self._forward(x, step)
             case Op.B | Op.BW:
-                self._backward(x, step)
+                with labels.at(module=x.unit, phase=Phase.B):
+                    self._backward(x, step)
             case Op.W:
-                with labels.at(phase=Phase.W):
+                with labels.at(module=x.unit, phase=Phase.W):
                     drain(step.queues.pop((x.unit, x.micro_batch)))
             case _:
                 assert state is not None
@@ -178,8 +179,7 @@ class Executor:
             with labels.at(phase=Phase.RECOMPUTE), torch.enable_grad():
                 saved.edge = get_gradient_edge(self._call(x.unit, saved.leaf, mb, step, dead=True))
         self.queue.deferred = step.queues.setdefault(key, deque()) if x.do is Op.B else None
-        with labels.at(phase=Phase.B):
-            (below,) = self._gradient(x.unit, saved, gradient)
+        (below,) = self._gradient(x.unit, saved, gradient)
         if below is not None:
             self._leave(Op.B, x, below, step)
 
