@@ -212,7 +212,7 @@ import os, sys, time
 from shardwise.train.launch import launch
 
 def target(rank, world_size, init_method, what):
-    print(f"line of {rank}", os.getpid(), flush=True)
+    os.write(1, f"line of {rank} {os.getpid()}\\n".encode())  # whole lines, whatever Python buffers
     if what == "sleep":
         time.sleep(60)
     return rank * 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
 from shardwise.train.threads import run_threads
@@ -15,10 +16,7 @@ from tests.support.parity import assert_parity, run_rank
 torch.set_num_threads(1)
 
 
-def check(layout: Layout, work: object, masked: bool) -> None:
-    from shardwise.plan.job import Job
-
-    assert isinstance(work, Job)
+def check(layout: Layout, work: Job, masked: bool) -> None:
     traces = run_threads(layout.world_size, lambda comm: run_rank(comm, work, layout, masked))
     assert_parity(traces, work, masked)
 
@@ -45,6 +43,21 @@ def test_awkward_sizes_equal_one_process(text: str, tied: bool) -> None:
     layout = parse(text)
     model = tiny(4, tied, hidden=36, ffn=24, vocab=20)
     work = job(model, f"{layout.world_size}xcpu", batch=8)
+    assert not findings(layout, work)
+    check(layout, work, masked=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=2 schedule=interleaved:4 mb=2",
+        "pp=2 tp=2 dp=2 zero=3 schedule=interleaved:4 mb=1 recompute=full",
+        "pp=2 dp_replicate=2 dp_shard=2 zero=1 schedule=interleaved:3 mb=1",
+    ],
+)
+def test_more_than_two_stages_a_rank_equal_one_process(text: str) -> None:
+    layout = parse(text)
+    work = job(tiny(7, tied=True), f"{layout.world_size}xcpu", batch=12)
     assert not findings(layout, work)
     check(layout, work, masked=True)
 

@@ -27,7 +27,7 @@ def allocator_peak(work: Job, layout: Layout, trace: Path) -> int:
     comm = open_world("fake", 0, 1, labels=labels)
     gc.collect()  # nothing of an earlier run may be freed in between
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             torch.empty(16, dtype=torch.uint8)  # its event tells the level at the start
             rank = build_rank(work, layout, comm, labels, seed=None)
             shape = (work.micro_batches(layout), work.cut(layout).tokens)
