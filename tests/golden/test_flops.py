@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.account.compute import flops_per_token
+from shardwise.account.compute import flops_per_token, unit_flops
 from shardwise.cluster import parse_cluster
 from shardwise.model.hf import load_model
+from shardwise.model.spec import Cut
 
 pytestmark = pytest.mark.golden
 
@@ -32,3 +33,12 @@ def test_against_published_throughput() -> None:
 def test_mfu_of_llama_3(tflops: float, percent: float) -> None:
     """Table 4 of the Llama 3 paper (2407.21783) prints 43, 41 and 38 % of the H100's peak."""
     assert 100 * tflops * 1e12 / H100 == pytest.approx(percent, abs=0.05)
+
+
+def test_the_head_of_8b_is_two_layers() -> None:
+    """2 V h against a layer's 2 (h q + 2 h k + q h + 3 h f) and its attention: 1,050.7 M and 436.2 M + core a token."""
+    model, cut = load_model("llama-3.1-8b"), Cut(8192, tp=1, sp=False, compute_bytes=2, accumulate_bytes=4)
+    head, layer = (sum(op.f for op in unit_flops(model, kind, cut, 8192)) / 8192 for kind in ("head", "layer"))
+    assert head == pytest.approx(1050.7e6, rel=1e-4)
+    assert layer - 4 * 4096 * 8193 / 2 == pytest.approx(436.2e6, rel=1e-4)
+    assert head / layer == pytest.approx(2.1, abs=0.05)

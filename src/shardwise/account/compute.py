@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shardwise.account.static import KINDS
 from shardwise.model.spec import Block, Cut, Model, Op, TensorDesc
+from shardwise.plan.shards import block_named
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of the backward of fused attention, in forwards: five products against two."""
@@ -69,7 +70,7 @@ def mean_context(seq_len: int) -> float:
 @lru_cache(maxsize=4096)
 def unit_work(model: Model, kind: str, cut: Cut, seq_len: int) -> tuple[OpWork, ...]:
     """The ops of a unit of this kind, in their order."""
-    block = next(b for b in model.blocks if b.kind == kind)
+    block = block_named(model, kind)
     return tuple(_work(model, block, op, cut, seq_len) for op in block.ops)
 
 
@@ -109,7 +110,10 @@ def _work(model: Model, block: Block, op: Op, cut: Cut, seq_len: int) -> OpWork:
 
 
 def _moved(model: Model, block: Block, op: Op, cut: Cut) -> tuple[Moved, Moved, Moved]:
-    """Bytes of the memory-bound kernels in F, B and W. Elementwise chains count as the one kernel they fuse into."""
+    """Bytes of the memory-bound kernels in F, B and W.
+
+    Elementwise chains count as the one kernel that they can be fused into; the loss, which no kernel fuses, by passes.
+    """
     tensors = {d.name: d for d in (*block.inputs, *(d for o in block.ops for d in o.outputs))}
 
     def size(names: list[str]) -> float:

@@ -15,15 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise import schedule as schedules
-from shardwise.account.static import SAME, Columns, columns_of
+from shardwise.account.columns import rows_of_each
+from shardwise.account.static import KINDS, SAME, Columns, columns_of
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout, default_split
+from shardwise.plan.layout import Layout, split_of
 from shardwise.results import MemoryBreakdown
 from shardwise.schedule import LiveState
 from shardwise.schedule.table import Op
 
-EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+EMBEDDING, LAYER, HEAD = KINDS
 
 
 class Profile(NamedTuple):
@@ -149,34 +150,33 @@ def _largest(moments: list[_Adds]) -> _Adds:
     )
 
 
+_Held = tuple[Profile, ...]
+_States = tuple[LiveState, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layouts that share schedule, stages and micro-batch count: what one live profile serves."""
+    """Layouts of one pipeline: `rows` of the batch, what they share, and what its ranks hold.
+
+    `members` are indices into `rows` by capped micro-batch count: what one live profile serves.
+    """
 
     rows: Ints
     pp: int
     name: str
-    micro_batches: int
-    split: tuple[int, ...]
+    held: tuple[_Held, ...]
+    members: dict[int, Ints]
 
 
 def _groups(job: Job, batch: LayoutBatch) -> Iterator[_Group]:
-    m = np.asarray(job.global_batch // (batch.dp * batch.mb), dtype=np.int64)
-    names = batch.names
-    keys: dict[tuple[int, int, int, int], list[int]] = {}
-    columns = zip(batch.pp.tolist(), batch.schedule.tolist(), batch.split.tolist(), m.tolist(), strict=True)
-    for row, key in enumerate(columns):
-        pp, schedule, split, count = map(int, key)
-        keys.setdefault((pp, schedule, split, schedules.capped(names[schedule], pp, count)), []).append(row)
-    for (pp, schedule, split, count), rows in keys.items():
-        name = names[schedule]
-        stages = pp * schedules.virtual_stages(name)
-        parts = batch.splits[split] or default_split(job.model.layers, stages)
-        yield _Group(np.asarray(rows), pp, name, count, parts)
-
-
-_Held = tuple[Profile, ...]
-_States = tuple[LiveState, ...]
+    micro_batches = job.global_batch // (batch.dp * batch.mb)
+    for rows in rows_of_each(batch.pp, batch.schedule, batch.split):
+        first = batch.row(int(rows[0]))
+        pp, name, profiles = first.pp, first.schedule, profiles_of(split_of(first, job.model.layers))
+        counts = micro_batches[rows].tolist()
+        capped = np.asarray([schedules.capped(name, pp, count) for count in counts], dtype=np.int64)
+        members = {int(capped[which[0]]): which for which in rows_of_each(capped)}
+        yield _Group(rows, pp, name, tuple(profiles[rank::pp] for rank in range(pp)), members)
 
 
 class _RankPeaks(NamedTuple):
@@ -189,24 +189,25 @@ class _RankPeaks(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _classes(name: str, pp: int, micro_batches: int, split: tuple[int, ...]) -> tuple[tuple[_Held, _States], ...]:
-    """Ranks that hold equal stages, as one: the stages, and the largest states of any of them."""
-    states: dict[_Held, list[LiveState]] = {}
-    for rank, found in enumerate(schedules.profile(name, pp, micro_batches)):
-        states.setdefault(profiles_of(split)[rank::pp], []).extend(found)
-    return tuple((held, schedules.merged(found)) for held, found in states.items())
+def _classes(name: str, pp: int, micro_batches: int, held: tuple[_Held, ...]) -> dict[_Held, _States]:
+    """Ranks that hold equal stages, as one: the largest states of any of them."""
+    ranks: dict[_Held, list[int]] = {}
+    for rank, mine in enumerate(held):
+        ranks.setdefault(mine, []).append(rank)
+    states = schedules.profile(name, pp, micro_batches, tuple(map(tuple, ranks.values())))
+    return dict(zip(ranks, states, strict=True))
 
 
-def _priced(held: _Held, states: _States, actions: _Actions) -> _RankPeaks:
-    """All live states of a rank that holds these stages, priced."""
+def _priced(held: _Held, states: _States, actions: _Actions, members: Ints) -> _RankPeaks:
+    """All live states of a rank that holds these stages, priced for some of the layouts."""
     stages = [actions.stage(p) for p in held]
-    saved, queued = (np.stack([s[i] for s in stages]) for i in (0, 1))  # [chunks, n]
+    saved, queued = (np.stack([s[i][members] for s in stages]) for i in (0, 1))  # [chunks, n]
     in_flight = np.asarray([s.in_flight for s in states], dtype=np.int64)  # [states, chunks]
     waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
     buffers = np.asarray([s.send_buffers + s.recv_buffers for s in states], dtype=np.int64)
-    p2p = buffers[:, None] * actions.c.border
+    p2p = buffers[:, None] * actions.c.border[members]
     adds = [actions.adds(s, held[s.chunk], *_neighbours(s, held)) for s in states]
-    totals = waiting + p2p + np.stack([a.total for a in adds])
+    totals = waiting + p2p + np.stack([a.total[members] for a in adds])
     return _RankPeaks(totals, adds, waiting, p2p)
 
 
@@ -233,15 +234,21 @@ def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:
     """Total bytes, assumed parts included, of each layout's fullest pipeline rank: [n]. The layouts must be legal."""
     out = np.zeros(len(batch), dtype=np.int64)
     for group in _groups(job, batch):
-        columns = columns_of(job, batch.take(group.rows))
-        actions = _Actions(columns)
-        for held, states in _classes(group.name, group.pp, group.micro_batches, group.split):
-            static = columns.static(held)
-            dynamic = np.maximum(_priced(held, states, actions).totals.max(axis=0), columns.step_scratch(held))
-            proved = sum(static.values()) + dynamic
-            total = proved + sum(columns.assumed(proved).values())
-            out[group.rows] = np.maximum(out[group.rows], total)
+        actions = _Actions(columns_of(job, batch.take(group.rows)))
+        out[group.rows] = np.maximum.reduce([_peak(group, held, actions) for held in dict.fromkeys(group.held)])
     return out
+
+
+def _peak(group: _Group, held: _Held, actions: _Actions) -> Ints:
+    """Total bytes of the ranks that hold these stages."""
+    columns = actions.c
+    dynamic = columns.step_scratch(held)
+    for micro_batches, members in group.members.items():
+        states = _classes(group.name, group.pp, micro_batches, group.held)[held]
+        running = _priced(held, states, actions, members).totals.max(axis=0)
+        dynamic[members] = np.maximum(dynamic[members], running)
+    proved = sum(columns.static(held).values()) + dynamic
+    return proved + sum(columns.assumed(proved).values())
 
 
 def memory_of(job: Job, layout: Layout) -> list[MemoryBreakdown]:
@@ -254,9 +261,9 @@ def memory_of(job: Job, layout: Layout) -> list[MemoryBreakdown]:
 
 
 def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) -> MemoryBreakdown:
-    held = profiles_of(group.split)[rank :: group.pp]
-    states = schedules.profile(group.name, group.pp, group.micro_batches)[rank]
-    peaks = _priced(held, states, actions)
+    held, (micro_batches,) = group.held[rank], group.members
+    states = schedules.profile(group.name, group.pp, micro_batches)[rank]
+    peaks = _priced(held, states, actions, np.zeros(1, dtype=np.int64))
     i = int(np.argmax(peaks.totals[:, 0]))
     step = int(columns.step_scratch(held)[0])
     parts = {name: int(value[0]) for name, value in columns.static(held).items()}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shardwise.account.columns import per_key
 from shardwise.account.units import UnitMemory, unit_memory
 from shardwise.model.spec import Cut, Model, Unit
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import Storage, make_storage
+from shardwise.plan.layout import Layout
+from shardwise.plan.shards import Storage, block_named, make_storage
 
 KINDS = ("embedding", "layer", "head")
 SAME = "same"
@@ -51,16 +53,6 @@ class StorageColumns(NamedTuple):
     shard: Ints
     parts: Ints
     """flat views that the optimizer steps"""
-
-
-def _columns(rows: Sequence[tuple[int, ...]]) -> list[Ints]:
-    return list(np.asarray(rows, dtype=np.int64).T)
-
-
-def _per_unique(keys: list[tuple[int, ...]], value: Callable[..., tuple[int, ...]]) -> list[Ints]:
-    """Columns of value(*key), each distinct key evaluated once."""
-    known = {key: value(*key) for key in set(keys)}
-    return _columns([known[key] for key in keys])
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,51 +174,57 @@ class Columns:
 
 def columns_of(job: Job, batch: LayoutBatch) -> Columns:
     """The columns of layouts that share one pp."""
-    model, precision = job.model, job.precision
+    model = job.model
     shared = model.tied and int(batch.pp[0]) == 1
-    cuts = list(zip(*(x.tolist() for x in (batch.tp, batch.sp, batch.mb, batch.recompute)), strict=True))
-    stores = list(zip(*(x.tolist() for x in (batch.tp, batch.sp, batch.shards)), strict=True))
 
-    def cut(tp: int, sp: int, mb: int) -> Cut:
-        return Cut(mb * job.seq_len, tp, bool(sp), precision.compute_bytes, precision.accumulate_bytes)
+    def memory(kind: str) -> UnitColumns:
+        def value(tp: int, sp: int, mb: int, recompute: int) -> Ints:
+            return _fields(unit_memory(model, kind, cut_of(job, tp, sp, mb), bool(recompute)))
 
-    def memory(kind: str) -> Callable[..., tuple[int, ...]]:
-        def value(tp: int, sp: int, mb: int, recompute: int) -> tuple[int, ...]:
-            return _fields(unit_memory(model, kind, cut(tp, sp, mb), bool(recompute)))
+        return UnitColumns(*per_key([batch.tp, batch.sp, batch.mb, batch.recompute], value).T)
 
-        return value
+    def storage(kind: str) -> StorageColumns:
+        def value(tp: int, sp: int, shards: int) -> Ints:
+            return _sizes(make_storage(model, unit_of(model, kind), tp, bool(sp), shards, shared))
 
-    def storage(kind: str) -> Callable[..., tuple[int, ...]]:
-        def value(tp: int, sp: int, shards: int) -> tuple[int, ...]:
-            return _sizes(make_storage(model, _unit(model, kind), tp, bool(sp), shards, shared))
+        return StorageColumns(*per_key([batch.tp, batch.sp, batch.shards], value).T)
 
-        return value
+    def border(tp: int, sp: int, mb: int) -> Ints:
+        return np.asarray(message_bytes(job, cut_of(job, tp, sp, mb)), dtype=np.int64)
 
-    def activation(tp: int, sp: int, mb: int, _: int) -> tuple[int, ...]:
-        return (cut(tp, sp, mb).elements(model, "th") * precision.compute_bytes,)
-
-    (border,) = _per_unique(cuts, activation)
     groups = (batch.tp > 1).astype(np.int64) + (batch.pp > 1) + (batch.dp_replicate > 1) + (batch.dp_shard > 1)
     return Columns(
         job,
-        {k: UnitColumns(*_per_unique(cuts, memory(k))) for k in KINDS},
-        {k: StorageColumns(*_per_unique(stores, storage(k))) for k in KINDS},
+        {k: memory(k) for k in KINDS},
+        {k: storage(k) for k in KINDS},
         batch.zero,
-        border,
+        per_key([batch.tp, batch.sp, batch.mb], border),
         job.global_batch // batch.dp * job.seq_len * 8,
         shared,
         groups,
     )
 
 
-def _unit(model: Model, kind: str) -> Unit:
-    block = next(b for b in model.blocks if b.kind == kind)
-    return Unit("layers.0" if kind == "layer" else kind, block)
+def unit_of(model: Model, kind: str) -> Unit:
+    """A unit of this kind: all layers are alike."""
+    return Unit("layers.0" if kind == "layer" else kind, block_named(model, kind))
 
 
-def _fields(m: UnitMemory) -> tuple[int, ...]:
-    return m.input, m.saved, m.incoming, m.f_peak, m.bw_peak, m.b_peak, m.queued, m.w_peak
+def cut_of(job: Job, tp: int, sp: int, mb: int) -> Cut:
+    """The cut of a layout given by three of its columns."""
+    return job.cut(Layout(tp=tp, sp=bool(sp), mb=mb))
 
 
-def _sizes(s: Storage) -> tuple[int, ...]:
-    return s.numel, s.padded_numel, s.shard_numel, (s.vector_numel > 0) + (s.vector_numel < s.shard_numel)
+def message_bytes(job: Job, cut: Cut) -> int:
+    """One activation (or its gradient) at a stage border."""
+    return cut.bytes(job.model, block_named(job.model, "layer").output)
+
+
+def _fields(m: UnitMemory) -> Ints:
+    found = (m.input, m.saved, m.incoming, m.f_peak, m.bw_peak, m.b_peak, m.queued, m.w_peak)
+    return np.asarray(found, dtype=np.int64)
+
+
+def _sizes(s: Storage) -> Ints:
+    parts = (s.vector_numel > 0) + (s.vector_numel < s.shard_numel)
+    return np.asarray((s.numel, s.padded_numel, s.shard_numel, parts), dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from shardwise.schedule.check import check
 from shardwise.schedule.errors import ScheduleError
-from shardwise.schedule.live import LiveState, live_states, merged, profile
+from shardwise.schedule.live import LiveState, live_states, profile
 from shardwise.schedule.passes import add_p2p
 from shardwise.schedule.periodic import PeriodicSpan, walk_periodic
 from shardwise.schedule.registry import (
@@ -30,7 +30,6 @@ __all__ = [
     "capped",
     "check",
     "live_states",
-    "merged",
     "parse",
     "period",
     "profile",

@@ -6,14 +6,20 @@ not in the counts, so that the memory model can price the running action apart f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from shardwise.schedule.passes import add_p2p
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.schedule.passes import unit_ends
 from shardwise.schedule.registry import capped, generate, saturation
-from shardwise.schedule.table import Action, Op, Row, Schedule, Step
+from shardwise.schedule.table import Op, Schedule
+
+Ints = npt.NDArray[np.int64]
+Ranks = tuple[int, ...]
 
 Neighbour = tuple[Op, int] | None
 """(op, chunk) of a neighbouring action of the rank; None beyond the ends of its row."""
@@ -37,21 +43,18 @@ class LiveState(NamedTuple):
     preceding: Neighbour = None
 
 
-def live_states(rows: Sequence[Row], schedule: Schedule, rank: int) -> tuple[LiveState, ...]:
-    """The distinct states of `rank` that no other state with equal op, chunk and neighbours exceeds in every count."""
-    return tuple(_maximal(_states(rows[rank], schedule, rank)))
-
-
-def profile(name: str, pp: int, micro_batches: int) -> tuple[tuple[LiveState, ...], ...]:
-    """`live_states` of every rank. Beyond `saturation` more micro-batches add no state, so fewer are looked at.
+def profile(
+    name: str, pp: int, micro_batches: int, groups: tuple[Ranks, ...] | None = None
+) -> tuple[tuple[LiveState, ...], ...]:
+    """`live_states` of a schedule. Beyond `saturation` more micro-batches add no state, so fewer are looked at.
 
     Where in-flight grows with m (gpipe), every count grows linearly once the pipeline is full: two short profiles
     tell the slope.
     """
     short = pp + 2
     if saturation(name, pp) is not None or micro_batches <= short + 1:
-        return _profile(name, pp, capped(name, pp, micro_batches))
-    pairs = zip(_profile(name, pp, short), _profile(name, pp, short + 1), strict=True)
+        return _profile(name, pp, capped(name, pp, micro_batches), groups)
+    pairs = zip(_profile(name, pp, short, groups), _profile(name, pp, short + 1, groups), strict=True)
     more = micro_batches - short
     return tuple(tuple(_extended(a, b, more) for a, b in zip(x, y, strict=True)) for x, y in pairs)
 
@@ -64,71 +67,97 @@ def _extended(one: LiveState, next_one: LiveState, more: int) -> LiveState:
     return one._replace(in_flight=in_flight, send_buffers=sends, recv_buffers=receives)
 
 
-def merged(states: Iterable[LiveState]) -> tuple[LiveState, ...]:
-    """The states of several ranks as one set, without those that another exceeds in every count."""
-    found: dict[_Key, set[_Counts]] = {}
-    for s in states:
-        counts = (*s.in_flight, *s.queued, s.send_buffers, s.recv_buffers)
-        found.setdefault((s.op, s.chunk, s.following, s.preceding), set()).add(counts)
-    return tuple(_maximal(found))
-
-
 @lru_cache(maxsize=1024)
-def _profile(name: str, pp: int, micro_batches: int) -> tuple[tuple[LiveState, ...], ...]:
-    schedule = generate(name, pp, micro_batches)  # not kept: the profile is
-    rows = add_p2p(schedule)
-    return tuple(live_states(rows, schedule, rank) for rank in range(pp))
+def _profile(
+    name: str, pp: int, micro_batches: int, groups: tuple[Ranks, ...] | None
+) -> tuple[tuple[LiveState, ...], ...]:
+    return live_states(generate(name, pp, micro_batches), groups)  # the schedule is not kept: the profile is
 
 
-_Key = tuple[Op, int, Neighbour, Neighbour]
-"""op, chunk, the action after it and the action before it."""
+def live_states(schedule: Schedule, groups: Iterable[Ranks] | None = None) -> tuple[tuple[LiveState, ...], ...]:
+    """The distinct states of the ranks of each group that no other state of the group with equal op, chunk and
+    neighbours exceeds in every count. Without `groups` each rank is one.
+    """
+    states = _states(schedule)
+    ranks = groups or [(rank,) for rank in range(schedule.pp)]
+    return tuple(tuple(_maximal(_distinct(states[list(group)]))) for group in ranks)
+
+
+_OPS = tuple(Op)
+_NUMBER = {op: i for i, op in enumerate(_OPS)}
+_Key = tuple[int, int, int, int]
+"""Number of the op, chunk, and the codes (op * chunks + chunk) of the actions after and before it, -1 for none."""
 _Counts = tuple[int, ...]
 """in_flight of each chunk, queued of each chunk, send buffers, RECV buffers."""
 
 
-def _states(row: Sequence[Step], schedule: Schedule, rank: int) -> dict[_Key, set[_Counts]]:
-    """The distinct counts of every action in its place between two others."""
-    chunk_of = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    remote = _remote_inputs(schedule, rank)
-    chunks = len(chunk_of)
-    counts = [0] * (2 * chunks + 2)
-    states: dict[_Key, set[_Counts]] = {}
-    running: tuple[Op, int, _Counts] | None = None
-    behind: Neighbour = None
-    for step in row:
-        if not isinstance(step, Action):
-            counts[-2] = [operation[0] for operation in step].count(True)
-            counts[-1] += len(step) - counts[-2]
-            continue
-        op, stage, _ = step
-        chunk = chunk_of[stage]
-        if running is not None:
-            states.setdefault((running[0], running[1], (op, chunk), behind), set()).add(running[2])
-            behind = running[:2]
-        if (op, stage) in remote:
-            counts[-1] -= 1
-        if op is Op.F:
-            running = (op, chunk, tuple(counts))
-            counts[chunk] += 1
-            continue
-        counts[chunk + chunks if op is Op.W else chunk] -= 1
-        running = (op, chunk, tuple(counts))
-        if op is Op.B:
-            counts[chunk + chunks] += 1
-    if running is not None:
-        states.setdefault((running[0], running[1], None, behind), set()).add(running[2])
-    return states
+def _states(schedule: Schedule) -> npt.NDArray[np.int32]:
+    """[rank, action, key and counts] of every action, in the order of the rows. All ranks have equally many."""
+    pp, chunks = schedule.pp, schedule.stages // schedule.pp
+    ops, stages, micro_batches = zip(*(action for row in schedule.rows for action in row), strict=True)
+    op = np.reshape([_NUMBER[x] for x in ops], (pp, -1))
+    stage, micro_batch = np.reshape(stages, (pp, -1)), np.reshape(micro_batches, (pp, -1))
+    chunk_of = np.zeros(schedule.stages, dtype=np.int64)
+    for rank in range(pp):
+        chunk_of[list(schedule.stages_of(rank))] = np.arange(chunks)
+    chunk = chunk_of[stage]
+    forward, weight = op == _NUMBER[Op.F], op == _NUMBER[Op.W]
+    begun, left = _by_chunk(forward, chunk, chunks), _by_chunk(~forward & ~weight, chunk, chunks)
+    put_off, made = _by_chunk(op == _NUMBER[Op.B], chunk, chunks), _by_chunk(weight, chunk, chunks)
+    code = op * chunks + chunk
+    key = (op, chunk, _shifted(code, -1), _shifted(code, 1))
+    buffers = _buffers(schedule, forward, weight, stage, micro_batch)
+    # What the action itself holds is left out: its own F is not begun yet, its own B or W is done.
+    in_flight, queued = _shifted(begun, 1, 0) - left, _shifted(put_off, 1, 0) - made
+    columns = (np.stack(key, axis=-1), in_flight, queued, np.stack(buffers, axis=-1))
+    return np.concatenate(columns, axis=-1, dtype=np.int32)
 
 
-def _remote_inputs(schedule: Schedule, rank: int) -> set[tuple[Op, int]]:
-    """(op, stage) of this rank whose input comes from another rank."""
-    remote: set[tuple[Op, int]] = set()
-    for stage in schedule.stages_of(rank):
-        if stage > 0 and schedule.rank_of(stage - 1) != rank:
-            remote.add((Op.F, stage))
-        if stage < schedule.stages - 1 and schedule.rank_of(stage + 1) != rank:
-            remote |= {(Op.B, stage), (Op.BW, stage)}
-    return remote
+def _by_chunk(these: npt.NDArray[np.bool_], chunk: Ints, chunks: int) -> Ints:
+    """[rank, action, chunk] how many of `these` actions a rank has had, the running one among them."""
+    return np.cumsum(these[..., None] & (chunk[..., None] == np.arange(chunks)), axis=1)
+
+
+def _shifted(values: Ints, by: int, end: int = -1) -> Ints:
+    """Each action's predecessor's value (by=1) or its successor's (by=-1); `end` where it has none."""
+    moved = np.roll(values, by, axis=1)
+    moved[:, 0 if by > 0 else -1] = end
+    return moved
+
+
+def _buffers(
+    schedule: Schedule, forward: npt.NDArray[np.bool_], weight: npt.NDArray[np.bool_], stage: Ints, micro_batch: Ints
+) -> tuple[Ints, Ints]:
+    """(send, RECV) buffers [rank, action] by the rule of `add_p2p`: a message is sent and its RECV posted when the
+    action that makes it ends; both go before the first action that ends later. (A test compares with its rows.)
+    """
+    last, rank = schedule.stages - 1, np.arange(schedule.pp)[:, None]
+    holder = np.asarray(schedule.placement[0])
+    ends = np.asarray(unit_ends(schedule))
+    end_of = np.zeros((2, schedule.stages, schedule.micro_batches), dtype=np.int64)
+    end_of[(~forward & ~weight).astype(int)[~weight], stage[~weight], micro_batch[~weight]] = ends[~weight]
+    onward = np.where(forward, 1, -1)
+    source, target = np.clip(stage - onward, 0, last), np.clip(stage + onward, 0, last)
+    receives, sends = ~weight & (holder[source] != rank), ~weight & (holder[target] != rank)
+    never = int(ends.max()) + 1
+    arrivals = np.sort(np.where(receives, end_of[(~forward).astype(int), source, micro_batch], never), axis=1)
+    place = rank * (never + 1)  # one search for all ranks
+    before = np.searchsorted((arrivals + place).ravel(), (ends + place).ravel()).reshape(ends.shape)
+    arrived = before - rank * ends.shape[1]
+    latest = np.where(arrived > 0, arrivals.ravel()[before - 1], -1)
+    sent = _shifted(np.maximum.accumulate(np.where(sends, ends, -1), axis=1), 1)
+    return ((sent >= 0) & (sent >= latest)).astype(np.int64), arrived - np.cumsum(receives, axis=1)
+
+
+def _distinct(states: npt.NDArray[np.int32]) -> dict[_Key, set[_Counts]]:
+    """The counts of each key. A set of bytes finds the few distinct states faster than sorting all."""
+    rows = np.ascontiguousarray(states.reshape(-1, states.shape[-1]))
+    raw = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel().tolist()
+    unique = np.frombuffer(b"".join(dict.fromkeys(raw)), dtype=np.int32).reshape(-1, rows.shape[1])
+    found: dict[_Key, set[_Counts]] = {}
+    for op, chunk, following, behind, *counts in unique.tolist():
+        found.setdefault((op, chunk, following, behind), set()).add(tuple(counts))
+    return found
 
 
 def _maximal(states: dict[_Key, set[_Counts]]) -> Iterator[LiveState]:
@@ -143,5 +172,10 @@ def _maximal(states: dict[_Key, set[_Counts]]) -> Iterator[LiveState]:
             else:
                 kept.append(counts)
                 chunks = len(counts) // 2 - 1
+                after, before = _neighbour(following, chunks), _neighbour(behind, chunks)
                 in_flight, queued, (sends, received) = counts[:chunks], counts[chunks:-2], counts[-2:]
-                yield LiveState(op, chunk, following, in_flight, queued, sends, received, behind)
+                yield LiveState(_OPS[op], chunk, after, in_flight, queued, sends, received, before)
+
+
+def _neighbour(code: int, chunks: int) -> Neighbour:
+    return None if code < 0 else (_OPS[code // chunks], code % chunks)

@@ -20,7 +20,7 @@ def add_p2p(schedule: Schedule) -> tuple[Row, ...]:
 
     Raises `ScheduleError` if the rows cannot run even with perfect communication.
     """
-    ends = _unit_ends(schedule)
+    ends = unit_ends(schedule)
     moments: list[dict[int, list[P2P]]] = [{} for _ in schedule.rows]
     rank_of, last = schedule.placement[0], schedule.stages - 1
     for rank, row in enumerate(schedule.rows):
@@ -55,7 +55,7 @@ def _merge(row: tuple[Action, ...], ends: list[int], batches: dict[int, list[P2P
     return tuple(merged)
 
 
-def _unit_ends(schedule: Schedule) -> list[list[int]]:
+def unit_ends(schedule: Schedule) -> list[list[int]]:
     """When each action ends if F = B = W = 1 and communication is free. Ranks that wait are woken by their input."""
     m, last = schedule.micro_batches, schedule.stages - 1
     rank_of = schedule.placement[0]

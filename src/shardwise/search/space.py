@@ -16,9 +16,6 @@ MAX_MB = 16
 SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "interleaved:8", "zb-h1")
 """Schedules of a pipeline; the first is the one that a single stage takes."""
 
-MAX_GPIPE = 16
-"""Longest pipeline for gpipe. It keeps the whole step in flight, and a longer pipeline wants more micro-batches."""
-
 
 def divisors(n: int) -> list[int]:
     """Of a number of at least 1, ascending."""
@@ -42,7 +39,7 @@ def _batch(job: Job, tp: int, pp: int) -> LayoutBatch:
     columns = _product(
         np.arange(2 if tp > 1 else 1),
         np.arange(len(data)),
-        np.asarray(_schedules(pp)),
+        np.arange(len(SCHEDULES) if pp > 1 else 1),
         np.asarray(_micro_batches(job.global_batch, dp)),
         np.arange(len(RECOMPUTE)),
     )
@@ -62,13 +59,6 @@ def _batch(job: Job, tp: int, pp: int) -> LayoutBatch:
         recompute=recompute,
         names=SCHEDULES,
     )
-
-
-def _schedules(pp: int) -> list[int]:
-    """Indices into SCHEDULES."""
-    if pp == 1:
-        return [0]
-    return [i for i, name in enumerate(SCHEDULES) if name != "gpipe" or pp <= MAX_GPIPE]
 
 
 def _micro_batches(global_batch: int, dp: int) -> list[int]:

@@ -107,22 +107,20 @@ def links(cluster: Cluster, *factors: tuple[IntLike, IntLike]) -> Links:
 
 
 def collective_s(kind: Kind, payload_bytes: npt.ArrayLike, group: Links) -> Floats:
-    """Seconds of one collective; `payload_bytes` is the whole tensor. Nothing in a group of one rank.
+    """Seconds of one collective; `payload_bytes` as of a `Collective`. Nothing in a group of one rank.
 
     Rings for gathers and scatters (Chan et al. 2007, section 4); of ring and double binary tree (Sanders et al. 2009)
-    the faster one for an all-reduce.
+    the faster one for an all-reduce. In an all-to-all each rank sends all of its input but the n-th part it keeps.
     """
     payload = np.asarray(payload_bytes, dtype=np.float64)
     sent = payload * (group.size - 1) / group.size
     match kind:
-        case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
+        case Kind.ALL_GATHER | Kind.REDUCE_SCATTER | Kind.ALL_TO_ALL:
             return group.ring_s + sent / group.bytes_per_s
         case Kind.ALL_REDUCE:
             ring = 2 * (group.ring_s + sent / group.bytes_per_s)
             tree = 2 * (group.tree_s + payload / (_TREE * group.bytes_per_s))
             return np.where(group.size > 1, np.minimum(ring, tree), 0.0)
-        case Kind.ALL_TO_ALL:
-            return group.ring_s + sent / group.size / group.bytes_per_s
         case Kind.SEND | Kind.RECV:
             return group.ring_s + payload / group.bytes_per_s
 

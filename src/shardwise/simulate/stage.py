@@ -14,15 +14,16 @@ from itertools import pairwise
 import numpy as np
 
 from shardwise import schedule as schedules
-from shardwise.account.static import KINDS
-from shardwise.model.spec import Cut, Model
+from shardwise.account.columns import per_key, rows_of_each
+from shardwise.account.static import KINDS, cut_of, message_bytes
+from shardwise.model.spec import Model
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.shards import stages_of
 from shardwise.schedule.table import Op
 from shardwise.simulate.cost import Floats, transfer_s
-from shardwise.simulate.state import StateSeconds, per_key, state_seconds
+from shardwise.simulate.state import StateSeconds, state_seconds
 from shardwise.simulate.unit import UNIT_CAUSES, unit_seconds
 
 GATHER, REDUCE = "gather parameters", "reduce gradients"
@@ -100,10 +101,7 @@ class Group:
 
 def groups(job: Job, batch: LayoutBatch) -> Iterator[Group]:
     """The rows of each distinct (pp, schedule, split)."""
-    code = (batch.pp * len(batch.names) + batch.schedule) * len(batch.splits) + batch.split
-    order = np.argsort(code, kind="stable")
-    _, starts = np.unique(code[order], return_index=True)
-    for rows in np.split(order, starts[1:]):
+    for rows in rows_of_each(batch.pp, batch.schedule, batch.split):
         i = int(rows[0])
         name, split = batch.names[int(batch.schedule[i])], batch.splits[int(batch.split[i])]
         yield Group(rows, pipeline(job.model, int(batch.pp[i]), name, split))
@@ -136,13 +134,9 @@ def _unit_columns(job: Job, batch: LayoutBatch, stages: Pipeline) -> Floats:
     split = schedules.splits_weight_gradient(stages.name)
 
     def seconds(tp: int, sp: int, mb: int, recompute: int) -> Floats:
-        return unit_seconds(job, _cut(job, tp, sp, mb), bool(recompute), split)
+        return unit_seconds(job, cut_of(job, tp, sp, mb), bool(recompute), split)
 
     return per_key([batch.tp, batch.sp, batch.mb, batch.recompute], seconds)
-
-
-def _cut(job: Job, tp: int, sp: int, mb: int) -> Cut:
-    return job.cut(Layout(tp=tp, sp=bool(sp), mb=mb))
 
 
 def _exposed(gather: Floats, hides: Floats, follows: Floats) -> Floats:
@@ -151,14 +145,9 @@ def _exposed(gather: Floats, hides: Floats, follows: Floats) -> Floats:
     return left.reshape(len(left), -1) @ follows.reshape(len(follows), -1).T
 
 
-def message_bytes(job: Job, cut: Cut) -> int:
-    """One activation (or its gradient) at a stage border."""
-    return cut.bytes(job.model, job.model.blocks[1].output)
-
-
 def _p2p_s(job: Job, batch: LayoutBatch) -> Floats:
     def size(tp: int, sp: int, mb: int) -> Ints:
-        return np.asarray(message_bytes(job, _cut(job, tp, sp, mb)), dtype=np.int64)
+        return np.asarray(message_bytes(job, cut_of(job, tp, sp, mb)), dtype=np.int64)
 
     sizes = per_key([batch.tp, batch.sp, batch.mb], size)
     return transfer_s(job.cluster, sizes, batch.tp * batch.dp, batch.pp)

@@ -5,22 +5,17 @@ Every number of elements is a storage's own (`plan/shards.py`), every collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.account.static import KINDS
+from shardwise.account.columns import per_key
+from shardwise.account.static import KINDS, unit_of
 from shardwise.collective import Kind
-from shardwise.model.spec import Unit
 from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import block_named, make_storage
+from shardwise.plan.shards import make_storage
 from shardwise.simulate.cost import Floats, Links, collective_s, links
-
-Number = TypeVar("Number", bound=np.number)
 
 _STEPPED = 7 + 2 + 1
 """Passes over this rank's part, in the wide dtype: AdamW reads master, gradient and both moments and writes three of
@@ -59,19 +54,9 @@ class _Elements:
     tied: Ints
 
 
-def per_key(columns: Sequence[Ints], value: Callable[..., npt.NDArray[Number]]) -> npt.NDArray[Number]:
-    """Stack value(*key) over the rows of `columns` [n] each; every distinct key is evaluated once."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        code = code * (int(column.max(initial=0)) + 1) + column
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    keys = zip(*(column[first].tolist() for column in columns), strict=True)
-    return np.stack([value(*key) for key in keys])[inverse]
-
-
 def _elements(job: Job, batch: LayoutBatch) -> _Elements:
     model = job.model
-    units = [Unit("layers.0" if kind == "layer" else kind, block_named(model, kind)) for kind in KINDS]
+    units = [unit_of(model, kind) for kind in KINDS]
     shared = (batch.pp == 1) & model.tied
 
     def sizes(tp: int, sp: int, shards: int, shared: int) -> Ints:

@@ -9,24 +9,30 @@ longest at this counts, for all of them meet at the clip norm.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 
 from shardwise import schedule as schedules
 from shardwise.account.compute import flops_per_token
+from shardwise.account.static import message_bytes
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.results import StepTime
-from shardwise.schedule import Timeline
+from shardwise.schedule import PeriodicSpan, Timeline
 from shardwise.schedule.table import Op, Schedule
 from shardwise.simulate.cost import Floats, pair_s
-from shardwise.simulate.stage import GATHER, REDUCE, STAGE_CAUSES, StageSeconds, groups, message_bytes, stage_seconds
+from shardwise.simulate.stage import GATHER, REDUCE, STAGE_CAUSES, StageSeconds, groups, stage_seconds
 from shardwise.simulate.state import StateSeconds
 
 TRANSFER, BUBBLE, OPTIMIZER = "pipeline transfer", "bubble", "optimizer"
 
 CAUSES = (*STAGE_CAUSES, TRANSFER, BUBBLE, OPTIMIZER)
 """Keys of `StepTime.parts_s`."""
+
+_Delay = tuple[tuple[int, int], float]
 
 _CHUNK = 4096
 """Rows evaluated at once: bounds the memory of the arrays by stage."""
@@ -70,25 +76,39 @@ def step_time(job: Job, layout: Layout) -> StepTime:
     """One legal layout, walked. The parts are those of the rank that is busy longest, and sum to the step."""
     found = _one(job, layout)
     m, stages = int(found.micro_batches[0]), found.pipeline
-    by_stage = found.parts[:, 0].sum(axis=1)  # [cause, stage]
     holds = np.asarray(stages.rank)[:, None] == np.arange(stages.pp)  # [stage, rank]
-    by_rank = m * by_stage @ holds  # [cause, rank]
+    by_rank = m * found.parts[:, 0].sum(axis=1) @ holds  # [cause, rank]
     busiest = int(by_rank.sum(axis=0).argmax())
+    parts: dict[str, float] = dict(zip(STAGE_CAUSES, by_rank[:, busiest].tolist(), strict=True))
     durations, delays = _durations(found), _delays(job, layout)
-    walked = schedules.walk_periodic(stages.name, stages.pp, m, durations, delays)
-    free = walked
-    if stages.pp > 1:
-        free = schedules.walk_periodic(stages.name, stages.pp, m, durations)
-    busy = by_rank[:, busiest]
-    parts: dict[str, float] = dict(zip(STAGE_CAUSES, busy.tolist(), strict=True))
-    transfer = max(0.0, walked.span_s - free.span_s)
-    parts[TRANSFER] = transfer
-    parts[BUBBLE] = max(0.0, walked.span_s - float(busy.sum()) - transfer)
+    spans = _spans(stages.name, stages.pp, m, tuple(durations.items()), tuple(delays.items()))
+    busy_s = sum(parts.values())
+    # In this order by nature; a span that was continued by its period may be off by its tolerance.
+    free_s = max(busy_s, spans.free_s)
+    parts[BUBBLE] = free_s - busy_s
+    parts[TRANSFER] = max(free_s, spans.walked.span_s) - free_s
     tail = _tail(found.state, stages.held)[:, 0]  # [cause, rank]
     slowest = int(tail.sum(axis=0).argmax())
     for cause, seconds in zip((REDUCE, OPTIMIZER, GATHER), tail[:, slowest].tolist(), strict=True):
         parts[cause] = parts.get(cause, 0.0) + seconds
-    return _result(job, {cause: parts[cause] for cause in CAUSES}, m, walked.walked)
+    return _result(job, {cause: parts[cause] for cause in CAUSES}, m, spans.walked.walked)
+
+
+class _Spans(NamedTuple):
+    """A walk with its messages, and the seconds it takes if they take none."""
+
+    walked: PeriodicSpan
+    free_s: float
+
+
+@lru_cache(maxsize=256)
+def _spans(
+    name: str, pp: int, m: int, durations: tuple[tuple[tuple[Op, int], float], ...], delays: tuple[_Delay, ...]
+) -> _Spans:
+    """Walks; layouts that differ only in what comes after the last backward share them."""
+    walked = schedules.walk_periodic(name, pp, m, dict(durations), dict(delays))
+    free_s = schedules.walk_periodic(name, pp, m, dict(durations)).span_s if pp > 1 else walked.span_s
+    return _Spans(walked, free_s)
 
 
 def _result(job: Job, parts_s: dict[str, float], micro_batches: int, walked: int) -> StepTime:

@@ -60,7 +60,7 @@ def test_against_brute_force(name: str, pp: int, m: int) -> None:
     for rank in range(pp):
         every = brute_force(rows, schedule, rank)
         maximal = {a for a in every if not any(exceeds(b, a) for b in every)}
-        found = live_states(rows, schedule, rank)
+        found = live_states(schedule)[rank]
         assert len(found) == len(set(found))
         assert set(found) == maximal
 
@@ -78,9 +78,25 @@ def test_saturation(name: str, pp: int) -> None:
 
 
 def as_sets(name: str, pp: int, m: int) -> list[frozenset[LiveState]]:
-    schedule = build(name, pp, m)
-    rows = add_p2p(schedule)
-    return [frozenset(live_states(rows, schedule, rank)) for rank in range(pp)]
+    return [frozenset(states) for states in live_states(build(name, pp, m))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_has_the_largest_states_of_its_ranks(name: str) -> None:
+    schedule = build(name, 5, 7)
+    alone = [state for states in live_states(schedule)[1:4] for state in states]
+    maximal = {a for a in alone if not any(exceeds(b, a) for b in alone)}
+    (together,) = live_states(schedule, [(1, 2, 3)])
+    assert len(together) == len(set(together))
+    assert set(together) == maximal
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5])
+def test_two_short_profiles_tell_a_long_one_of_gpipe(pp: int) -> None:
+    groups = tuple({(0,), (pp - 1,), tuple(range(pp))})
+    for m in range(1, 3 * pp + 6):
+        found = profile("gpipe", pp, m, groups)
+        assert [set(x) for x in found] == [set(x) for x in live_states(build("gpipe", pp, m), groups)]
 
 
 def test_saturation_is_not_idle() -> None:

@@ -14,7 +14,7 @@ from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.rules import findings, legal
 from shardwise.search.solve import evaluate, solve
-from shardwise.search.space import divisors, enumerate_layouts
+from shardwise.search.space import SCHEDULES, divisors, enumerate_layouts
 from shardwise.simulate.step import step_time
 
 JOB = Job(load_model("llama-3.1-8b"), parse_cluster("8xh100"), 8192, 128)
@@ -32,6 +32,20 @@ def test_every_layout_is_written_once_and_as_it_would_be_read() -> None:
     assert {x.world_size for x in layouts} == {8}
     assert {x.zero for x in layouts} == {0, 1, 3}
     assert max(x.tp for x in layouts) == 8
+
+
+def test_every_choice_is_there_at_every_pipeline() -> None:
+    """Schedules, recomputation, ZeRO over every cut of the data-parallel ranks, with and without cut activations."""
+    job = replace(JOB, cluster=parse_cluster("16x8xh100"))
+    for batch in enumerate_layouts(job):
+        layouts = [batch.row(i) for i in range(len(batch))]
+        tp, pp, dp = layouts[0].tp, layouts[0].pp, layouts[0].dp
+        assert {x.schedule for x in layouts} == ({"1f1b"} if pp == 1 else set(SCHEDULES))
+        assert {x.recompute for x in layouts} == {"none", "full"}
+        assert {x.sp for x in layouts} == ({False} if tp == 1 else {False, True})
+        cuts = {(zero, dp // shard, shard) for zero in (1, 3) for shard in divisors(dp)[1:]}
+        assert {(x.zero, x.dp_replicate, x.dp_shard) for x in layouts} == cuts | {(0, dp, 1)}
+        assert {x.mb for x in layouts} == {mb for mb in divisors(128 // dp) if mb <= 16}
 
 
 def test_the_best_fit_and_are_in_order() -> None:

@@ -52,6 +52,11 @@ def test_rings() -> None:
     assert collective_s(Kind.ALL_REDUCE, payload, one_per_node) == pytest.approx(2 * expected)
 
 
+def test_an_all_to_all_sends_all_but_its_own_part() -> None:
+    expected = 7 * NVLINK.latency_s + 7 / 8 * 1e9 / 370e9
+    assert collective_s(Kind.ALL_TO_ALL, 1e9, links(CLUSTER, (1, 8))) == pytest.approx(expected)
+
+
 def test_a_scalar_goes_up_a_tree() -> None:
     """7 hops in the node and log2 of 64 nodes, up and down: microseconds, where a ring needs milliseconds."""
     tree = 2 * (7 * NVLINK.latency_s + 6 * NETWORK.latency_s)

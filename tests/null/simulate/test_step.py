@@ -92,6 +92,31 @@ def test_the_parts_are_the_step(text: str) -> None:
     assert 0.05 < step.mfu < 0.7
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=8 pp=4 dp=16 zero=1 mb=1",
+        "tp=4 pp=8 dp=16 schedule=zb-h1 mb=1",
+        "tp=8 pp=8 dp=8 schedule=interleaved:2 mb=1",
+    ],
+)
+def test_the_parts_up_to_the_last_backward_are_the_timeline(text: str) -> None:
+    """Without ZeRO-3 all that is not in the timeline is gradients, optimizer and new parameters."""
+    layout = parse(text)
+    parts = step_time(LARGE, layout).parts_s
+    _, times = timeline(LARGE, layout)
+    after = parts["reduce gradients"] + parts["optimizer"] + parts["gather parameters"]
+    assert sum(parts.values()) - after == pytest.approx(times.span_s, rel=1e-3)
+
+
+def test_layouts_that_differ_in_their_state_alone_share_the_walk() -> None:
+    plain, hybrid = (
+        step_time(LARGE, parse(f"tp=8 pp=4 {dp} zero=1 mb=1")).parts_s for dp in ("dp=16", "dp_replicate=2 dp_shard=8")
+    )
+    assert plain["bubble"] == hybrid["bubble"]
+    assert plain["reduce gradients"] != hybrid["reduce gradients"]
+
+
 def test_without_a_pipeline_the_step_is_what_the_rank_does() -> None:
     step = step_time(SMALL, parse("tp=2 dp=8 zero=1 mb=1"))
     assert step.parts_s["bubble"] == pytest.approx(0, abs=1e-9)
