@@ -17,7 +17,7 @@ from shardwise.placement import Local, Move, stream_edges
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
-from shardwise.plan.shards import RankUnits, Storage, rank_units, tied_ranks
+from shardwise.plan.shards import RankUnits, Storage, block_named, rank_units, tied_ranks
 from shardwise.schedule.lowering import Do, Instruction
 from shardwise.schedule.table import P2P
 from shardwise.schedule.table import Op as Act
@@ -44,7 +44,7 @@ def unit_traffic(model: Model, kind: str, cut: Cut) -> tuple[Traffic, ...]:
     """Collectives over tp of one micro-batch of a unit, in every phase."""
     if cut.tp == 1:
         return ()
-    block = next(b for b in model.blocks if b.kind == kind)
+    block = block_named(model, kind)
     out: list[Traffic] = []
     for op in block.ops:
         out += _op_traffic(model, op, cut)
@@ -52,6 +52,19 @@ def unit_traffic(model: Model, kind: str, cut: Cut) -> tuple[Traffic, ...]:
     again = [t for t in out if t.phase is Phase.F and not (t.op == tail.name and tail.reduces)]
     out += [Traffic(t.op, Phase.RECOMPUTE, t.kind, t.payload_bytes, t.wide) for t in again] if kind == "layer" else []
     return tuple(out)
+
+
+def issued(traffic: Traffic, act: Act, recompute: bool, split: bool) -> Phase | None:
+    """Under which phase an action issues this collective, or None. `split`: W is an action of its own."""
+    if act is Act.F:
+        return Phase.F if traffic.phase is Phase.F else None
+    if act is Act.W:
+        return Phase.W if split and traffic.phase is Phase.W else None
+    if traffic.phase is Phase.W:
+        return Phase.B if not split and not traffic.shared else None
+    if traffic.phase is Phase.RECOMPUTE:
+        return Phase.RECOMPUTE if recompute else None
+    return Phase.B if traffic.phase is Phase.B else None
 
 
 def _op_traffic(model: Model, op: Op, cut: Cut) -> list[Traffic]:
@@ -126,20 +139,11 @@ def _add_compute(p: _Predictor, unit: Unit, act: Act, count: int) -> None:
     cut, precision = p.job.cut(p.layout), p.job.precision
     recompute = p.layout.recompute == "full" and unit.block.kind == "layer"
     for t in unit_traffic(p.job.model, unit.block.kind, cut):
-        match act, t.phase:
-            case (Act.F, Phase.F) | (Act.W, Phase.W):
-                phase = t.phase
-            case (Act.B | Act.BW, Phase.RECOMPUTE) if recompute:
-                phase = t.phase
-            case (Act.B | Act.BW, Phase.B):
-                phase = t.phase
-            case (Act.BW, Phase.W) if not t.shared:
-                phase = Phase.B
-            case _:
-                continue
-        module = f"{unit.name}.{t.op}" if t.op else unit.name
-        dtype = precision.accumulate if t.wide else precision.compute
-        p.add(module, phase, t.kind, ("tp",), t.payload_bytes, dtype, count)
+        phase = issued(t, act, recompute, act is not Act.BW)
+        if phase is not None:
+            module = f"{unit.name}.{t.op}" if t.op else unit.name
+            dtype = precision.accumulate if t.wide else precision.compute
+            p.add(module, phase, t.kind, ("tp",), t.payload_bytes, dtype, count)
 
 
 def _add_storage(p: _Predictor, do: Do, storage: Storage, final: bool) -> None:

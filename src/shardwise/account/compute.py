@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.account.static import KINDS
-from shardwise.model.spec import Block, Cut, Model, Op, TensorDesc
+from shardwise.model.spec import KINDS, Block, Cut, Model, Op, TensorDesc
 from shardwise.plan.shards import block_named
 
 ATTENTION_BACKWARD = 2.5

@@ -16,15 +16,14 @@ import numpy as np
 
 from shardwise import schedule as schedules
 from shardwise.account.columns import rows_of_each
-from shardwise.account.static import KINDS, SAME, Columns, columns_of
+from shardwise.account.static import SAME, Columns, columns_of
+from shardwise.model.spec import EMBEDDING, HEAD, LAYER
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
 from shardwise.results import MemoryBreakdown
 from shardwise.schedule import LiveState
 from shardwise.schedule.table import Op
-
-EMBEDDING, LAYER, HEAD = KINDS
 
 
 class Profile(NamedTuple):
@@ -90,10 +89,11 @@ class _Actions:
         """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""
         c, kind = self.c, profile.kind(p)
         step = 1 if op is Op.F else -1
-        reads = op is not Op.W
-        inner = [profile.kind(q) if 0 <= q < profile.units else None for q in (p - step, p + step)]
-        behind = inner[0] or before
-        ahead = (inner[1] if reads else None) if inner[1] else after
+        reads = _reads(op, kind)
+        behind = profile.kind(p - step) if 0 <= p - step < profile.units else before
+        ahead = profile.kind(p + step) if 0 <= p + step < profile.units else after
+        if ahead in (EMBEDDING, LAYER, HEAD) and 0 <= p + step < profile.units and not _reads(op, ahead):
+            ahead = None
         rest = self._saved(profile, p) + (self._queued(profile, p) if op is Op.B else self._waiting(profile, p, op))
         unit = c.unit[kind]
         peak = {Op.F: unit.f_peak, Op.BW: unit.bw_peak, Op.B: unit.b_peak, Op.W: unit.w_peak}[op]
@@ -211,22 +211,29 @@ def _priced(held: _Held, states: _States, actions: _Actions, members: Ints) -> _
     return _RankPeaks(totals, adds, waiting, p2p)
 
 
+def _reads(op: Op, kind: str) -> bool:
+    """Whether an action reads a unit's parameters: W never, and an embedding has no input gradient."""
+    return op is Op.F or (op is not Op.W and kind != EMBEDDING)
+
+
 def _neighbours(state: LiveState, held: tuple[Profile, ...]) -> tuple[str | None, str | None]:
     """Kinds of the units just before and just after the action on this rank; None where one reads no parameters."""
-    if state.op is Op.W:  # it holds no parameters that a neighbour could go on using
-        return None, _end(state.following, held, 0, (-1, -1))
     profile = held[state.chunk]
     first, last = (0, profile.units - 1) if state.op is Op.F else (profile.units - 1, 0)
-    return _end(state.preceding, held, 1, (state.chunk, first)), _end(state.following, held, 0, (state.chunk, last))
+    # Where the unit reads no parameters it holds none that a neighbour could go on using.
+    ours = [(state.chunk, p) if _reads(state.op, profile.kind(p)) else (-1, -1) for p in (first, last)]
+    return _end(state.preceding, held, 1, ours[0]), _end(state.following, held, 0, ours[1])
 
 
 def _end(action: tuple[Op, int] | None, held: tuple[Profile, ...], end: int, ours: tuple[int, int]) -> str | None:
     """The kind of the first (0) or last (1) unit of a neighbouring action, SAME if it is `ours` (chunk, position)."""
-    if action is None or action[0] is Op.W:
+    if action is None:
         return None
     op, chunk = action
     top = held[chunk].units - 1
     position = top * (end == (op is Op.F))
+    if not _reads(op, held[chunk].kind(position)):
+        return None
     return SAME if (chunk, position) == ours else held[chunk].kind(position)
 
 

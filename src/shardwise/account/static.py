@@ -10,13 +10,12 @@ import numpy as np
 
 from shardwise.account.columns import per_key
 from shardwise.account.units import UnitMemory, unit_memory
-from shardwise.model.spec import Cut, Model, Unit
+from shardwise.model.spec import KINDS, Cut, Model, Unit
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.shards import Storage, block_named, make_storage
 
-KINDS = ("embedding", "layer", "head")
 SAME = "same"
 """In place of a neighbour's kind: the very unit that runs."""
 

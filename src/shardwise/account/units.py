@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.model.spec import Block, Cut, Model, Op, Scratch, TensorDesc
+from shardwise.plan.shards import block_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _weight_peak(tensors: _Tensors, queue: list[tuple[Op, set[str]]]) -> int:
 @lru_cache(maxsize=65536)
 def unit_memory(model: Model, kind: str, cut: Cut, recompute: bool) -> UnitMemory:
     """Memory of a unit of this kind. `recompute`: keep the input alone and run the forward again before B."""
-    block = next(b for b in model.blocks if b.kind == kind)
+    block = block_named(model, kind)
     recompute = recompute and kind == "layer"
     tensors = _Tensors(model, block, cut)
     source = tensors.total({tensors.owner[d.name] for d in block.inputs})

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from shardwise.model import blocks
 from shardwise.model.spec import Model
@@ -14,7 +18,33 @@ from shardwise.model.spec import Model
 MAX_DIM = 1 << 24
 """Larger than any real dim (vocabularies reach 2^18), small enough that no product of a few overflows a float."""
 
+MAX_LAYERS = 1 << 12
+"""Far more than any real model has, few enough that every layer's collectives can be listed one by one."""
+
 MAX_FILE_BYTES = 1 << 20
+
+MANY_KEYS = 200
+"""Keys of a config among which a misspelt one is looked for."""
+
+DIMS: Final = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+
+KEYS: Final = (
+    "model_type", *DIMS, "tie_word_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "hidden_act", "attention_bias", "mlp_bias",
+)  # fmt: skip
+"""Keys of a config that are read. Hugging Face's files have many more, which say nothing about the model."""
+
+INERT: Final[Mapping[str, tuple[object, ...]]] = {
+    "partial_rotary_factor": (None, 1, 1.0),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+    "num_local_experts": (None, 1),
+    "attention_dropout": (None, 0, 0.0),
+}
+"""Keys that would make another model of it, with the values at which they do not."""
 
 
 class ModelError(ValueError):
@@ -32,12 +62,15 @@ class _Reader:
         self.config = config
         self.faults: list[str] = []
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = MAX_DIM) -> int:
         value = self.config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DIM:
-            self.faults.append(f"{key}: found {_short(value)}, wanted a whole number from 1 to {MAX_DIM:,}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            others = [k for k in list(self.config)[:MANY_KEYS] if k not in KEYS] if value is None else []
+            near = get_close_matches(key, others, n=1, cutoff=0.8)
+            hint = f"; is {_short(near[0])} meant?" if near else ""
+            self.faults.append(f"{key}: found {_short(value)}, wanted a whole number from 1 to {most:,}{hint}")
             return 1
         return value
 
@@ -57,7 +90,10 @@ class _Reader:
 
 
 def _short(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
+    try:
+        text = "nothing" if value is None else repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; an integer of too many digits
+        text = "a value beyond all bounds"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -77,10 +113,14 @@ def _llama(name: str, read: _Reader) -> Model:
     activation = read.config.get("hidden_act", "silu")
     if activation != "silu":
         read.faults.append(f"hidden_act: found {_short(activation)}, wanted 'silu'")
+    for key, harmless in INERT.items():
+        if (found := read.config.get(key)) not in harmless:
+            read.faults.append(f"{key}: found {_short(found)}, which these blocks do not have")
     tied = read.flag("tie_word_embeddings", False)
+    theta, scaling = _rope(read)
     return Model(
         name=name,
-        layers=read.integer("num_hidden_layers"),
+        layers=read.integer("num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -89,8 +129,8 @@ def _llama(name: str, read: _Reader) -> Model:
         vocab=read.integer("vocab_size"),
         tied=tied,
         norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope_theta=read.number("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(read),
+        rope_theta=theta,
+        rope_scaling=scaling,
         blocks=(blocks.embedding(), blocks.layer(), blocks.head(tied)),
     )
 
@@ -98,25 +138,32 @@ def _llama(name: str, read: _Reader) -> Model:
 ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _rope_scaling(read: _Reader) -> tuple[tuple[str, float], ...]:
-    """Llama 3.1's stretched rotary frequencies, or nothing."""
-    found = read.config.get("rope_scaling")
+def _rope(read: _Reader) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """The rotation's base, and Llama 3.1's stretched frequencies or nothing; from the keys of either version."""
+    key = "rope_scaling" if read.config.get("rope_parameters") is None else "rope_parameters"
+    found = read.config.get(key)
     if found is None:
-        return ()
+        return read.number("rope_theta", 10000.0), ()
     if not isinstance(found, Mapping):
-        read.faults.append(f"rope_scaling: found {_short(found)}, wanted a table")
-        return ()
+        read.faults.append(f"{key}: found {_short(found)}, wanted a table")
+        return 1.0, ()
     table = cast("Mapping[str, Any]", found)
-    kind = table.get("rope_type", table.get("type"))
-    if kind != "llama3":
-        read.faults.append(f"rope_scaling: type {_short(kind)} is not supported, wanted 'llama3'")
-        return ()
     inner = _Reader(table)
-    values = tuple((key, inner.number(key, 1.0)) for key in ROPE_KEYS)
-    missing = [key for key in ROPE_KEYS if key not in table]
-    read.faults += [f"rope_scaling.{fault}" for fault in inner.faults]
-    read.faults += [f"rope_scaling.{key}: missing" for key in missing]
-    return values
+    theta = inner.number("rope_theta", 10000.0) if "rope_theta" in table else read.number("rope_theta", 10000.0)
+    scaling = _scaling(inner)
+    read.faults += [f"{key}.{fault}" for fault in inner.faults]
+    return theta, scaling
+
+
+def _scaling(inner: _Reader) -> tuple[tuple[str, float], ...]:
+    kind = inner.config.get("rope_type", inner.config.get("type"))
+    if kind == "default":
+        return ()
+    if kind != "llama3":
+        inner.faults.append(f"rope_type: found {_short(kind)}, wanted 'llama3' or 'default'")
+        return ()
+    inner.faults += [f"{key}: missing" for key in ROPE_KEYS if key not in inner.config]
+    return tuple((key, inner.number(key, 1.0)) for key in ROPE_KEYS)
 
 
 FAMILIES: dict[str, Callable[[str, _Reader], Model]] = {"llama": _llama}
@@ -125,10 +172,10 @@ FAMILIES: dict[str, Callable[[str, _Reader], Model]] = {"llama": _llama}
 def from_config(config: Mapping[str, Any], name: str, where: str = "model") -> Model:
     """The model that a Hugging Face config describes. Raises ModelError with all faults at once."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(where, [f"model_type: found {_short(family)}, wanted one of {', '.join(sorted(FAMILIES))}"])
     read = _Reader(config)
-    model = FAMILIES[str(family)](name, read)
+    model = FAMILIES[family](name, read)
     if read.faults:
         raise ModelError(where, read.faults)
     return model
@@ -168,19 +215,65 @@ def load_model(spec: str) -> Model:
     path = Path(spec)
     if path.is_dir():
         path /= "config.json"
-    if not path.is_file():
-        known = ", ".join(catalog())
-        raise ModelError(spec, [f"neither a file nor a model of the catalogue, which has {known}"])
-    return from_config(_read_json(path), path.parent.name if path.name == "config.json" else path.stem, str(path))
+    if not path.exists():
+        raise ModelError(spec, [_nothing_there(spec, path)])
+    named = path.resolve()
+    return from_config(_read_json(path), _name(named.parent if named.name == "config.json" else named), str(path))
+
+
+def _nothing_there(spec: str, path: Path) -> str:
+    """Why a spec is no model: with the nearest name, if one is near."""
+    if path != Path(spec):
+        return "a folder without a config.json"
+    if spec.endswith(".json") or os.sep in spec:
+        return "no such file"
+    near = get_close_matches(spec.lower(), catalog(), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"neither a file nor a model of the catalogue; {hint}the catalogue has {', '.join(catalog())}"
+
+
+def _name(path: Path) -> str:
+    """A model's name from its file or folder: printable, and never empty."""
+    name = path.stem if path.suffix == ".json" else path.name
+    return "".join(c if c.isprintable() else "?" for c in name)[:200] or "model"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ModelError(str(path), [f"larger than {MAX_FILE_BYTES:,} bytes, this is not a config.json"])
+    """A small regular file's JSON object, in which no key comes twice. Raises ModelError, OSError as the system."""
+
+    def refuse(said: str) -> ModelError:
+        return ModelError(str(path), [said])
+
+    if path.is_dir():
+        raise refuse("a directory; wanted a JSON file")
+    # A pipe would block the opening, and a device may have no end.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise refuse("not a regular file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise refuse(f"larger than {MAX_FILE_BYTES:,} bytes, this is not a config.json")
+    if not content.strip():
+        raise refuse("empty; wanted a JSON object of the model's dimensions")
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ModelError(str(path), [f"not JSON: {error}"]) from error
+        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
+        raise refuse(f"not UTF-8 at byte {error.start:,}; wanted a JSON file") from None
+    except RecursionError:
+        raise refuse("not JSON that can be read: nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise refuse(f"not JSON: {error}") from None
+    except ValueError as error:
+        raise refuse(str(error).partition(";")[0]) from None
     if not isinstance(found, dict):
-        raise ModelError(str(path), ["wanted a JSON object of the model's dimensions"])
+        raise refuse("wanted a JSON object of the model's dimensions")
     return cast("dict[str, Any]", found)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; which of two values a file means that has the same key twice is not ours to guess."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{_short(twice)} is there more than once")
+    return found

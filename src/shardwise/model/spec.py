@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+KINDS = EMBEDDING, LAYER, HEAD = ("embedding", "layer", "head")
+"""Kinds of units, in the order in which the chain begins them."""
+
 TP_DIMS = frozenset("qkfvar")
 """Dims that tensor parallelism cuts. `t` is cut as well, under sequence parallelism alone."""
 
@@ -106,6 +109,11 @@ class Block:
     @property
     def output(self) -> TensorDesc:
         return self.ops[-1].outputs[0]
+
+    @property
+    def backward_reads(self) -> bool:
+        """Whether the input gradient needs the parameters: an embedding has no input gradient."""
+        return any(op.parameters and op.kind != "embed" for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar, cast
 import tomli_w
 
 from shardwise.cluster import Cluster, ClusterError, from_dict, to_dict
-from shardwise.model.hf import ModelError, catalog, from_config, load_model, to_config
+from shardwise.model.hf import KEYS, ModelError, catalog, from_config, load_model, to_config
 from shardwise.model.spec import Model
 from shardwise.plan import layout as layouts
 from shardwise.plan.job import PRECISIONS, Job
@@ -42,9 +42,9 @@ MAX_LINE_BYTES: Final = 1 << 13
 MAX_SEQ_LEN: Final = 1 << 24
 MAX_GLOBAL_BATCH: Final = 1 << 24
 MAX_RESULTS: Final = 64
+MAX_UNKNOWN: Final = 20
 
 _HEADER = "# A plan of shardwise: `shardwise show` explains it, `prove` checks it, `train` runs it.\n\n"
-_MODEL_KEYS = ("name", "rope_scaling", "hidden_act", "attention_bias", "mlp_bias")
 
 
 class PlanError(ValueError):
@@ -223,11 +223,15 @@ class _Table:
     def known(self, keys: Iterable[str]) -> None:
         """A fault for every key that is none of these, with the nearest one."""
         names = list(dict.fromkeys(keys))
-        for key in self.data:
-            if key not in names:
-                near = get_close_matches(key, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}"
-                self.fault(_short(key)[1:-1], f"unknown key; {hint}")
+        unknown = [key for key in self.data if key not in names]
+        for key in unknown[:MAX_UNKNOWN]:
+            near = get_close_matches(key, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}"
+            self.fault(_short(key)[1:-1], f"unknown key; {hint}")
+        if len(unknown) > MAX_UNKNOWN:
+            self.faults.append(
+                f"{self.path.rstrip('.') or 'top level'}: {len(unknown) - MAX_UNKNOWN:,} more unknown keys"
+            )
 
     def take(self, read: Callable[[], T], key: str) -> T | None:
         """What `read` returns, or None with its faults under `key`."""
@@ -275,8 +279,7 @@ def _model(top: _Table, folder: Path) -> Model | None:
         return None
     name = table.text("name", "the model's name")
     model = top.take(lambda: from_config(table.data, name, "model"), "model")
-    if model is not None:
-        table.known((*_MODEL_KEYS, *to_config(model)))
+    table.known(("name", *KEYS))
     return model
 
 

@@ -8,7 +8,7 @@ wait for that, and nobody waits for the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -54,12 +54,14 @@ class Holdings:
     """What the pass must know of a rank: units of each of its stages, storages that each unit uses, the ZeRO kind.
 
     `resharded`: parameters are gathered before use and gradients reduced each micro-batch (ZeRO-3); otherwise a
-    storage is reduced once, after its last gradient. `tied`: storages with copies elsewhere.
+    storage is reduced once, after its last gradient. `forward_only`: units whose backward reads no parameters.
+    `tied`: storages with copies elsewhere.
     """
 
     units: Mapping[int, Sequence[str]]
     uses: Mapping[str, Sequence[str]]
     resharded: bool
+    forward_only: Collection[str] = ()
     tied: Sequence[str] = ()
 
 
@@ -153,4 +155,5 @@ def _expand(action: Action, holdings: Holdings) -> list[Instruction]:
 
 def _needs(step: Instruction, holdings: Holdings) -> tuple[str, ...]:
     """Storages whose parameters must be whole: products and norms read them in F and B, no weight gradient does."""
-    return tuple(holdings.uses[step.unit]) if holdings.resharded and step.do is not Op.W else ()
+    reads = step.do is Op.F or (step.do is not Op.W and step.unit not in holdings.forward_only)
+    return tuple(holdings.uses[step.unit]) if holdings.resharded and reads else ()

@@ -15,8 +15,8 @@ import numpy as np
 
 from shardwise import schedule as schedules
 from shardwise.account.columns import per_key, rows_of_each
-from shardwise.account.static import KINDS, cut_of, message_bytes
-from shardwise.model.spec import Model
+from shardwise.account.static import cut_of, message_bytes
+from shardwise.model.spec import KINDS, Model
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
@@ -118,7 +118,8 @@ def stage_seconds(job: Job, batch: LayoutBatch, stages: Pipeline, by_cause: bool
         # A gather in the backward hides under the unit before it: its B, and its W where that is the same action.
         hides = (whole[:, 0], whole[:, 1] if split else whole[:, 1] + whole[:, 2])
         gathers[:, 0] = _exposed(state.gather, hides[0], stages.follows)
-        gathers[:, 1] = _exposed(state.gather, hides[1], stages.follows.swapaxes(1, 2))
+        read_again = state.gather * [b.backward_reads for b in job.model.blocks]
+        gathers[:, 1] = _exposed(read_again, hides[1], stages.follows.swapaxes(1, 2))
     reduces = np.zeros_like(gathers)
     reduces[:, 2] = state.reduce @ stages.counts.T
     if by_cause:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.account.columns import per_key
-from shardwise.account.static import KINDS, unit_of
+from shardwise.account.static import unit_of
 from shardwise.collective import Kind
+from shardwise.model.spec import KINDS
 from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.shards import make_storage

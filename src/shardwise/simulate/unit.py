@@ -9,13 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwise.account.comm import Traffic, unit_traffic
+from shardwise.account.comm import issued, unit_traffic
 from shardwise.account.compute import ATTENTION_BACKWARD, OpWork, unit_work
-from shardwise.account.static import KINDS
 from shardwise.cluster.device import Cluster
-from shardwise.collective import Phase
-from shardwise.model.spec import Cut
+from shardwise.model.spec import KINDS, Cut
 from shardwise.plan.job import Job
+from shardwise.schedule.table import Op
 from shardwise.simulate.cost import Floats, Kernels, Links, collective_s, kernels, links
 
 COMPUTE, RECOMPUTE, TP = "compute", "recompute", "tp communication"
@@ -35,6 +34,7 @@ def unit_seconds(job: Job, cut: Cut, recompute: bool, split: bool) -> Floats:
     precision = job.precision
     device = kernels(job.cluster.device, precision.compute, precision.compute_bytes)
     group = _tp_links(job.cluster, cut.tp)
+    acts = (Op.F, Op.B, Op.W) if split else (Op.F, Op.BW)
     seconds = np.zeros((len(UNIT_CAUSES), len(OPS), len(KINDS)))
     for k, kind in enumerate(KINDS):
         again = recompute and kind == "layer"
@@ -43,9 +43,9 @@ def unit_seconds(job: Job, cut: Cut, recompute: bool, split: bool) -> Floats:
         seconds[0, :, k] = per_op.sum(axis=0)
         seconds[1, 1, k] = per_op[:-1, 0].sum() if again else 0.0
         for traffic in unit_traffic(job.model, kind, cut):
-            op = _issued_by(traffic, again, split)
-            if op is not None:
-                seconds[2, op, k] += collective_s(traffic.kind, traffic.payload_bytes, group)
+            for row, act in enumerate(acts):
+                if issued(traffic, act, again, split):
+                    seconds[2, row, k] += collective_s(traffic.kind, traffic.payload_bytes, group)
     seconds.flags.writeable = False
     return seconds
 
@@ -59,19 +59,6 @@ def _op_seconds(work: OpWork, device: Kernels) -> tuple[float, float, float]:
         f += work.core_flops / device.attention_f_flops_per_s + device.launch_s
         b += ATTENTION_BACKWARD * work.core_flops / device.attention_b_flops_per_s + device.launch_s
     return f, b, products + device.moved_s(work.moved[2])
-
-
-def _issued_by(traffic: Traffic, again: bool, split: bool) -> int | None:
-    """Row of the op that issues a collective, None where it is not issued."""
-    match traffic.phase:
-        case Phase.F:
-            return 0
-        case Phase.B:
-            return 1
-        case Phase.RECOMPUTE:
-            return 1 if again else None
-        case _:
-            return 2 if split or not traffic.shared else None
 
 
 @lru_cache(maxsize=256)
