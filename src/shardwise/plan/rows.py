@@ -25,6 +25,5 @@ def holdings(units: RankUnits, layout: Layout) -> Holdings:
 @lru_cache(maxsize=256)
 def lowered_row(model: Model, layout: Layout, micro_batches: int, pp_rank: int) -> Lowered:
     """The instructions of one pipeline rank for a step of so many micro-batches."""
-    schedule = schedules.build(layout.schedule, layout.pp, micro_batches)
-    rows = schedules.add_p2p(schedule)
-    return lower(rows[pp_rank], holdings(rank_units(model, layout, pp_rank), layout))
+    row = schedules.rows(layout.schedule, layout.pp, micro_batches)[pp_rank]
+    return lower(row, holdings(rank_units(model, layout, pp_rank), layout))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import isclose
 from typing import NamedTuple
 
-from shardwise.schedule.passes import add_p2p
-from shardwise.schedule.registry import build, period
+from shardwise.schedule.registry import build, period, rows
 from shardwise.schedule.walk import Delays, Durations, Timeline, walk
 
 
@@ -46,5 +45,4 @@ def walk_periodic(
 
 
 def _walk(name: str, pp: int, micro_batches: int, durations: Durations, p2p_s: Delays) -> Timeline:
-    schedule = build(name, pp, micro_batches)
-    return walk(add_p2p(schedule), schedule, durations, p2p_s)
+    return walk(rows(name, pp, micro_batches), build(name, pp, micro_batches), durations, p2p_s)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.schedule.closed_form import Array
-from shardwise.schedule.table import Schedule
+from shardwise.schedule.passes import add_p2p
+from shardwise.schedule.table import Row, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ def generate(name: str, pp: int, micro_batches: int) -> Schedule:
     if pp < 1 or micro_batches < 1:
         raise ValueError(f"{name} needs at least one stage and one micro-batch, not pp={pp}, m={micro_batches}")
     return _families()[family].generate(pp, micro_batches, virtual)
+
+
+@lru_cache(maxsize=64)
+def rows(name: str, pp: int, micro_batches: int) -> tuple[Row, ...]:
+    """The rows with their point-to-point operations, remembered."""
+    return add_p2p(build(name, pp, micro_batches))
 
 
 def virtual_stages(name: str) -> int:

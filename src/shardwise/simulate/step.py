@@ -128,7 +128,8 @@ def timeline(job: Job, layout: Layout, micro_batches: int | None = None) -> tupl
     found = _one(job, layout)
     m = micro_batches or int(found.micro_batches[0])
     schedule = schedules.build(layout.schedule, layout.pp, m)
-    return schedule, schedules.walk(schedules.add_p2p(schedule), schedule, _durations(found), _delays(job, layout))
+    rows = schedules.rows(layout.schedule, layout.pp, schedule.micro_batches)
+    return schedule, schedules.walk(rows, schedule, _durations(found), _delays(job, layout))
 
 
 def _durations(found: StageSeconds) -> dict[tuple[Op, int], float]:
