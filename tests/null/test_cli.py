@@ -57,6 +57,36 @@ def test_plan_ranks_and_writes(tmp_path: Path) -> None:
     assert f"layout: {plan.layout}" in shown.stdout
 
 
+def test_show_writes_another_layout_as_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    result = run("show", TINY, "--layout", "dp=4 zero=3 mb=4", "-o", str(path))
+    assert result.exit_code == 0, result.output
+    assert "Written to" in result.stdout
+    written = load_plan(path)
+    assert (written.job, str(written.layout)) == (load_plan(TINY).job, "dp=4 zero=3 mb=4")
+    assert written.results is not None
+    assert json.loads(run("show", str(path), "-o", str(path), "--json").stdout)["written"] == str(path)
+
+
+def test_a_step_of_very_many_micro_batches_is_drawn_with_fewer() -> None:
+    words = ("show", "llama-3.1-8b", "--on", "8xh100", "--layout", "pp=8 zero=0 mb=1", "--batch", "4096")
+    said = run(*words).stdout
+    assert "4,096 micro-batches, drawn as if there were 64" in " ".join(said.split())
+    assert "drawn as if" not in run(*words[:-1], "64").stdout
+    found = json.loads(run(*words, "--json").stdout)["pipeline"]
+    assert (found["micro_batches"], found["drawn_micro_batches"]) == (4096, 64)
+
+
+def test_the_length_of_a_sequence_is_a_count_of_tokens() -> None:
+    assert "16 sequences of 4,096" in run(*FIT, "--seq", "4K", "--batch-tokens", "64K").stdout
+
+
+def test_names_of_files_send_no_control_codes(tmp_path: Path) -> None:
+    said = refused("show", str(tmp_path / "\x1b[31mno.toml"))
+    assert "\x1b" not in said
+    assert "\\x1b[31mno.toml: no such file" in said
+
+
 def test_show_explains_what_fits_and_what_does_not() -> None:
     result = run(*SHOW)
     assert result.exit_code == 0, result.output
@@ -77,6 +107,12 @@ def test_nothing_is_wider_than_the_terminal(words: tuple[str, ...]) -> None:
     result = run(*words)
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_a_narrow_terminal_loses_no_column() -> None:
+    result = CliRunner().invoke(cli.app, list(PLAN), env={"COLUMNS": "30"})
+    assert "tp=2" in result.stdout
+    assert "…" not in result.stdout
 
 
 @pytest.mark.parametrize("words", [FIT, PLAN, SHOW, TOO_BIG, ("show", TINY)])
@@ -124,6 +160,12 @@ def test_all_faults_are_said_at_once() -> None:
         (("show", "llama-3.1-8b", "--on", "8xh100"), "--layout: missing"),
         (("show", TINY, "--seq", "4096"), "--seq: refused beside"),
         (("show", TINY, "--rank", "4"), "wanted a rank from 0 to 3"),
+        (("show", TINY, "-o", "plan"), "wanted a file whose name ends in .toml"),
+        ((*PLAN, "-o", ""), "wanted a file whose name ends in .toml"),
+        (("fit", "llama3.1-70B", "--on", "8xh100"), "did you mean llama-3.1-70b?"),
+        (("fit", "", "--on", "8xh100"), "MODEL: "),
+        (("fit", "llama-3.1-8b", "--on", "8xh100", "--seq", "8k5"), "--seq: '8k5' is not a token count"),
+        (("fit", "llama-3.1-8b", "--on", "8xh100", "--seq", "1G"), "--seq: found 1,073,741,824; wanted at most"),
         (("prove", TINY, "--rank", "0,9,last,x"), "found '9'"),
         (("prove", "llama-3.1-8b"), "no such file"),
         (("train", "no.toml"), "no such file"),

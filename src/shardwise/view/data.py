@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from shardwise.search.solve import Candidate, SearchResult
 
 
-def show(asked: Request, of: Review) -> dict[str, Any]:
+def show(asked: Request, of: Review, written: str | None = None) -> dict[str, Any]:
     """`shardwise show`."""
-    return {**request(asked), **review(of)}
+    return {**request(asked), **review(of), "written": written}
 
 
 def fit(asked: Request, of: Review | None, found: SearchResult | None) -> dict[str, Any]:
     """`shardwise fit`: of a given layout, or of the best that a search found, if any."""
-    answer: dict[str, Any] = {"fits": False} if of is None else review(of)
+    answer: dict[str, Any] = {"fits": False} if of is None else brief(of)
     return {**request(asked), **answer, "search": None if found is None else search(found)}
 
 
@@ -32,17 +32,24 @@ def plan(asked: Request, found: SearchResult, written: str | None) -> dict[str, 
 def plan_results(found: SearchResult) -> dict[str, Any]:
     """What a plan file keeps of the search that made it."""
     best = found.best[0]
+    counts = {"enumerated": found.enumerated, "legal": found.legal, "fitting": found.fitting}
+    return {**_results(best.step, best.peak_bytes, best.capacity_bytes), **counts}
+
+
+def show_results(of: Review) -> dict[str, Any]:
+    """What a plan file keeps of one layout's review."""
+    return _results(of.step, of.fullest.total_bytes, of.capacity_bytes)
+
+
+def _results(step: StepTime, peak_bytes: int, capacity_bytes: int) -> dict[str, Any]:
     return {
-        "step_s": best.step.total_s,
-        "tokens_per_s_per_device": best.step.tokens_per_s_per_device,
-        "mfu": best.step.mfu,
+        "step_s": step.total_s,
+        "tokens_per_s_per_device": step.tokens_per_s_per_device,
+        "mfu": step.mfu,
         "mfu_convention": words.MFU_CONVENTION,
-        "peak_GiB": round(gib(best.peak_bytes), 3),
-        "capacity_GiB": round(gib(best.capacity_bytes), 3),
+        "peak_GiB": round(gib(peak_bytes), 3),
+        "capacity_GiB": round(gib(capacity_bytes), 3),
         "constants": "uncalibrated priors",
-        "enumerated": found.enumerated,
-        "legal": found.legal,
-        "fitting": found.fitting,
     }
 
 
@@ -61,12 +68,13 @@ def request(asked: Request) -> dict[str, Any]:
         "precision": of.precision.name,
         "optimizer": "AdamW",
         "mfu_convention": words.MFU_CONVENTION,
+        "constants": "uncalibrated priors",
         "assumed": list(asked.assumed),
     }
 
 
-def review(of: Review) -> dict[str, Any]:
-    """Everything about one layout."""
+def brief(of: Review) -> dict[str, Any]:
+    """Whether one layout fits, how fast it is, and why."""
     return {
         "layout": str(of.layout),
         "fits": of.fits,
@@ -89,6 +97,13 @@ def review(of: Review) -> dict[str, Any]:
         "flops_per_token": of.flops_per_token,
         "flops_per_step": of.flops_per_token * of.job.tokens,
         "step": step(of.step),
+    }
+
+
+def review(of: Review) -> dict[str, Any]:
+    """Everything about one layout."""
+    return {
+        **brief(of),
         "ledger": {
             "rank": of.rank,
             "rows": [row._asdict() for row in ledger_rows(of.ledger, of.job.cluster)],
@@ -96,6 +111,7 @@ def review(of: Review) -> dict[str, Any]:
         "pipeline": {
             "schedule": of.layout.schedule,
             "micro_batches": of.job.micro_batches(of.layout),
+            "drawn_micro_batches": of.schedule.micro_batches,
             "span_s": of.timeline.span_s,
             "busy_s": list(of.timeline.busy_s),
         },

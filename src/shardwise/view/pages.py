@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from shardwise.view import chart, tables, words
-from shardwise.view.review import Request, Review
+from shardwise.view.review import Request, Review, families
 
 if TYPE_CHECKING:
     from shardwise.search.solve import SearchResult
 
 
-def show(asked: Request, of: Review, width: int) -> Group:
+def show(asked: Request, of: Review, width: int, written: str | None = None) -> Group:
     """Everything about one layout."""
     parts = [
         *_opening(asked, of),
@@ -24,9 +25,11 @@ def show(asked: Request, of: Review, width: int) -> Group:
         section(f"Communication of rank {of.rank} in one step", tables.ledger(of)),
     ]
     if of.layout.pp > 1:
-        title = f"Pipeline: {of.layout.schedule}, {of.job.micro_batches(of.layout):,} micro-batches"
+        whole, drawn = of.job.micro_batches(of.layout), of.schedule.micro_batches
+        less = f", drawn as if there were {drawn:,}" if drawn < whole else ""
+        title = f"Pipeline: {of.layout.schedule}, {whole:,} micro-batches{less}"
         parts.append(section(title, chart.pipeline(of.timeline, width)))
-    return Group(*parts, *_remedies(of, width), *_closing(asked))
+    return Group(*parts, *_remedies(of, width), *_written(written), *_closing(asked))
 
 
 def fit(asked: Request, of: Review | None, found: SearchResult | None, width: int) -> Group:
@@ -37,6 +40,8 @@ def fit(asked: Request, of: Review | None, found: SearchResult | None, width: in
     parts = [*_opening(asked, of), Text(words.speed(of.step))]
     if found is not None:
         parts += [Text(f"the fastest of all layouts: {words.counts(found)}")]
+        if words.thin(of.fullest.total_bytes, of.capacity_bytes):
+            parts += [Text(f"`shardwise plan ... --batch {of.job.global_batch}` ranks layouts that leave more")]
     memory = section("Memory by part and pipeline rank, GiB", tables.memory(of, width))
     return Group(*parts, memory, *_remedies(of, width), *_closing(asked))
 
@@ -45,18 +50,47 @@ def plan(asked: Request, found: SearchResult, written: str | None, width: int) -
     """The ranked table, its verdict, and what it rests on."""
     if not found.best:
         return _nothing(asked, found)
-    written_line = [Text(f"Written to {written}")] if written else []
+    kept = families(found.best)
+    notes = [COLUMNS, *filter(None, [words.folded(kept)])]
     return Group(
         Text(words.what(asked.job)),
         Text(words.batch(asked.job)),
         Text(),
-        tables.candidates(found.best, asked.job, width),
+        tables.candidates([one for one, _ in kept], asked.job, width),
+        Text("\n".join(notes), "dim"),
         Text(),
-        Text(words.best(found), "green"),
+        *_best(found),
         Text(words.counts(found)),
-        *written_line,
+        *_written(written),
+        *_keep_roomy(found, written),
         *_closing(asked),
     )
+
+
+COLUMNS = "bubble, comm.: shares of the step in which the busiest rank waits for other stages, for the network"
+
+
+def _best(found: SearchResult) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for title, said in words.best(found):
+        parts.append(Text(title, "green"))
+        if said:
+            parts.append(Padding(Text(said, "green"), (0, 0, 0, 2)))
+    return parts
+
+
+def _keep_roomy(found: SearchResult, written: str | None) -> list[RenderableType]:
+    """How to have the layout with room as a plan, where the fastest that was written is thin."""
+    roomy = words.roomy(found)
+    if written is None or roomy in (None, found.best[0]):
+        return []
+    return [Text(f'To write the one with room: shardwise show {written} --layout "{roomy.layout}" -o {written}')]
+
+
+def _written(path: str | None) -> list[RenderableType]:
+    if path is None:
+        return []
+    return [Text(f"Written to {path}; next: shardwise show, prove --rank 0, train", "bold")]
 
 
 def section(title: str, body: RenderableType) -> Group:
@@ -69,7 +103,7 @@ def _opening(asked: Request, of: Review) -> list[RenderableType]:
         Text(words.what(asked.job)),
         Text(words.batch(asked.job)),
         Text(f"layout: {of.layout}", "bold"),
-        Text(words.verdict(of), "green" if of.fits else "bold red"),
+        Text(words.verdict(of).replace("; fullest", ";\nfullest"), "green" if of.fits else "bold red"),
     ]
 
 

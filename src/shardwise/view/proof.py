@@ -13,6 +13,11 @@ from shardwise.units import format_bytes, format_count, format_seconds
 from shardwise.view import words
 from shardwise.view.review import Request
 
+SCOPE = (
+    "Compared: every collective of a step, and the peak of all tensors, which may be 1 % off. "
+    "Not compared: times, and the assumed parts of memory (context, communicators, allocator margin)."
+)
+
 SHOWN = 40
 """Differences printed; the JSON form has them all."""
 
@@ -58,7 +63,8 @@ class ProofView(Protocol):
 
 def page(asked: Request, found: Sequence[ProofView]) -> Group:
     """The verdicts of all ranks that were run."""
-    return Group(Text(words.what(asked.job)), Text(f"layout: {asked.layout}", "bold"), *(proof(one) for one in found))
+    opening = (Text(words.what(asked.job)), Text(words.batch(asked.job)), Text(f"layout: {asked.layout}", "bold"))
+    return Group(*opening, *(proof(one) for one in found), Text(), Text(SCOPE, "dim"))
 
 
 def proof(of: ProofView) -> Group:
@@ -67,13 +73,22 @@ def proof(of: ProofView) -> Group:
     equal = f"all {format_count(of.collectives)} collectives of a step as predicted"
     parts: list[RenderableType] = [
         Text(f"rank {of.rank}: {'proved' if of.ok else 'NOT as planned'}", "green" if of.ok else "bold red"),
-        Text(f"  ledger  {equal if not found else f'differs at {format_count(len(found))} places'}"),
-        Text(f"  memory  {memory_line(of)}"),
-        Text(f"  run     {run_line(of)}", "dim"),
+        _line("ledger", equal if not found else f"differs at {format_count(len(found))} places"),
+        _line("memory", memory_line(of)),
+        _line("run", run_line(of), "dim"),
     ]
     if found:
         parts.append(differences(found))
     return Group(*parts)
+
+
+def _line(name: str, said: str, style: str = "") -> Table:
+    """A name and a text, which wraps beside it."""
+    line = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    line.add_column(width=8)
+    line.add_column(ratio=1)
+    line.add_row(f"  {name}", said, style=style)
+    return line
 
 
 def memory_line(of: ProofView) -> str:
@@ -88,7 +103,8 @@ def memory_line(of: ProofView) -> str:
 
 def run_line(of: ProofView) -> str:
     """What the dry run cost."""
-    ran = f"{format_count(of.executed)} of {format_count(of.micro_batches)} micro-batches executed"
+    rest = ", the others continue by the period" if of.executed < of.micro_batches else ""
+    ran = f"{format_count(of.executed)} of {format_count(of.micro_batches)} micro-batches executed{rest}"
     return f"{ran}, in {format_seconds(of.seconds)}, with {format_bytes(of.max_rss_bytes)} of this machine's memory"
 
 

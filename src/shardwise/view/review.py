@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.cluster import Cluster
@@ -124,6 +124,19 @@ def link_of(cluster: Cluster, entry: Collective) -> str:
     low, high = min(entry.ranks), max(entry.ranks)
     inside = (level.name for level in cluster.levels if low // level.size == high // level.size)
     return next(inside, cluster.levels[-1].name)
+
+
+def families(found: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
+    """The best of each family, and how many others of it are among `found`.
+
+    A family is one layout but for how its data-parallel ranks part into dp_replicate x dp_shard.
+    """
+    kept: dict[Layout, tuple[Candidate, int]] = {}
+    for one in found:
+        family = replace(one.layout, dp_replicate=one.layout.dp, dp_shard=1)
+        best, others = kept.get(family, (one, -1))
+        kept[family] = (best, others + 1)
+    return list(kept.values())
 
 
 def _axis_order(axis: str) -> tuple[int, str]:

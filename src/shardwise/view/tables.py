@@ -12,7 +12,7 @@ from rich.text import Text
 from shardwise.plan.job import Job
 from shardwise.results import MemoryBreakdown, StepTime
 from shardwise.units import format_bytes, format_count, format_seconds, gib
-from shardwise.view import chart
+from shardwise.view import chart, words
 from shardwise.view.review import Review, bubble_s, communication_s, ledger_rows
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def memory(of: Review, width: int) -> Group:
             table.add_row("= tensors, provable", *(_gib(m.proved_bytes) for m in shown), style="bold")
     table.add_row("= total", *(_gib(m.total_bytes) for m in shown), style="bold")
     table.add_row(f"free of {gib(of.capacity_bytes):,.1f}", *(_gib(of.capacity_bytes - m.total_bytes) for m in shown))
-    notes = [f"peaks: {_peaks(shown)}"]
+    table.add_row("peaks in the", *(m.action.replace(" of stage ", " of ") for m in shown))
+    letters = {m.action.partition(" of ")[0] for m in shown}
+    notes = [f"{', '.join(f'{x} {said}' for x, said in words.ACTIONS.items() if x in letters)}, of a stage"]
     if len(shown) < len(of.memory):
         notes.append(f"{len(shown)} of {len(of.memory)} pipeline ranks shown, the fullest among them")
     return Group(table, Text("\n".join(notes), "dim"))
@@ -70,10 +72,6 @@ def _ranks(of: Sequence[MemoryBreakdown], most: int) -> list[MemoryBreakdown]:
     fullest = max(of, key=lambda m: m.total_bytes).rank
     chosen = set(chart.pick(len(of), most)) if len(of) <= most else {*chart.pick(len(of), most - 1), fullest}
     return [of[i] for i in sorted(chosen)]
-
-
-def _peaks(of: Sequence[MemoryBreakdown]) -> str:
-    return "; ".join(f"rank {m.rank} at {m.action}" for m in of)
 
 
 def _gib(n_bytes: int) -> str:
@@ -112,7 +110,10 @@ def ledger(of: Review) -> RenderableType:
         what = f"{row.kind}: {row.travels}"
         size = format_bytes(row.payload_bytes)
         table.add_row(axis, row.phase, what, row.link, format_count(row.ranks), format_count(row.issued), size)
-    return table
+    return Group(table, Text(PAYLOAD, "dim"))
+
+
+PAYLOAD = "payload: the whole tensors, summed over the step; what a rank sends of one is the algorithm's matter"
 
 
 def _table(gap: int = 2) -> Table:

@@ -26,6 +26,9 @@ LIBRARY_MISSING: Final = 5
 IO_FAILED: Final = 74
 INTERRUPTED: Final = 130
 
+NARROWEST: Final = 72
+"""Columns below which the tables would lose some of theirs: a narrower terminal wraps the lines itself."""
+
 
 def emit(as_json: bool, data: Callable[[], dict[str, Any]], page: Callable[[int], RenderableType]) -> None:
     """Print one of the two forms of an answer; `page` is asked for with the width that it has."""
@@ -33,6 +36,7 @@ def emit(as_json: bool, data: Callable[[], dict[str, Any]], page: Callable[[int]
         sys.stdout.write(json.dumps(data(), indent=2, allow_nan=False) + "\n")
         return
     out = console()
+    out.width = max(out.width, NARROWEST)
     with out.capture() as printed:  # written by ourselves: rich takes a closed pipe for a failure of ours
         out.print(page(out.width))
     sys.stdout.writelines(f"{row.rstrip()}\n" for row in printed.get().splitlines())
@@ -52,12 +56,12 @@ def console(stderr: bool = False) -> Console:
 
 @contextmanager
 def working(what: str) -> Generator[Callable[[str], None]]:
-    """A line on stderr while something takes time, where that is a terminal; call the value to say how far it is."""
+    """A line on stderr while something takes time, where that is a terminal; call the value to say another one."""
     if not sys.stderr.isatty():
         yield _nowhere
         return
     with console(stderr=True).status(what) as status:
-        yield lambda said: status.update(f"{what}: {said}")
+        yield status.update
 
 
 def _nowhere(said: str) -> None:
@@ -105,8 +109,13 @@ def _ours(error: Exception, debug: bool) -> NoReturn:
     fail(OUR_FAULT, [f"{type(error).__name__}: {said}", hint])
 
 
+def printable(text: str) -> str:
+    """Names of files and keys come from others: none of them may send control codes to the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def fail(code: int, lines: Sequence[str]) -> NoReturn:
     """Say the lines on stderr and leave."""
     for text in lines:
-        print(f"shardwise: {text}", file=sys.stderr)
+        print(f"shardwise: {printable(text)}", file=sys.stderr)
     raise typer.Exit(code)

@@ -10,6 +10,8 @@ from shardwise.units import format_bytes, format_count, format_flops, format_rat
 from shardwise.view.review import THIN, Review
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardwise.search.solve import Candidate, SearchResult
 
 MFU_CONVENTION = "model FLOPs of causal attention counted exactly, no recompute, over the data sheet's dense peak"
@@ -33,11 +35,12 @@ def assumptions(job: Job, extra: tuple[str, ...] = ()) -> str:
     """What every figure rests on; `extra` are values that the user left open."""
     p = job.precision
     dtypes = p.compute if p.compute == p.accumulate else f"{p.compute} with {p.accumulate} master weights and gradients"
+    length = [] if any(e.startswith("--seq") for e in extra) else [f"sequence length {format_count(job.seq_len)}"]
     words = [
         f"{p.name} ({dtypes})",
         "AdamW",
         "full training",
-        f"sequence length {format_count(job.seq_len)}",
+        *length,
         "no dropout",
         f"MFU: {MFU_CONVENTION}",
         f"times and assumed memory: uncalibrated priors of {job.cluster.device.title}",
@@ -48,7 +51,17 @@ def assumptions(job: Job, extra: tuple[str, ...] = ()) -> str:
 def verdict(review: Review) -> str:
     """Whether the fullest rank fits, by how much, and where it peaks."""
     at = review.fullest
-    return f"{fit(at.total_bytes, review.capacity_bytes)}; fullest is pipeline rank {at.rank}, at {at.action}"
+    margin = fit(at.total_bytes, review.capacity_bytes)
+    return f"{margin}; fullest is pipeline rank {at.rank}, in the {action(at.action)}"
+
+
+ACTIONS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
+
+
+def action(said: str) -> str:
+    """`BW of stage 3` in words."""
+    letters, of, rest = said.partition(" of ")
+    return f"{ACTIONS.get(letters, letters)}{of}{rest}"
 
 
 def fit(peak_bytes: int, capacity_bytes: int) -> str:
@@ -83,7 +96,8 @@ def flops(review: Review) -> str:
     total = review.flops_per_token * job.tokens
     rate = total / job.cluster.world_size / step.total_s
     return (
-        f"{format_flops(review.flops_per_token)} a token, {format_flops(total)} a step; "
+        f"model FLOPs, forward and backward: {format_flops(review.flops_per_token)} a token, "
+        f"{format_flops(total)} a step;\n"
         f"{format_rate(rate)} of {format_rate(step.peak_flops_per_s)} a device"
     )
 
@@ -95,18 +109,39 @@ def counts(found: SearchResult) -> str:
     return f"{said}; {format_count(found.walked)} walked action by action, in {format_seconds(found.seconds)}"
 
 
-def best(found: SearchResult) -> str:
-    """The winner of a search; where its headroom is thin, the fastest of the table with more."""
-    roomy = next((c for c in found.best if c.capacity_bytes - c.peak_bytes >= THIN * c.capacity_bytes), None)
-    lines = [_ranked("Fastest", found.best[0])]
-    if roomy is not None and roomy is not found.best[0]:
-        lines.append(_ranked("Fastest with room to spare", roomy))
-    return "\n".join(lines)
+def folded(families: Sequence[tuple[Candidate, int]]) -> str:
+    """What the ranked table leaves out: `folded, as they ...: 1 like #2, 3 like #4`."""
+    said = [f"{others} like #{place}" for place, (_, others) in enumerate(families, 1) if others]
+    if not said:
+        return ""
+    return f"folded, as they differ in dp_replicate x dp_shard alone: {', '.join(said)} (--json has them)"
 
 
-def _ranked(title: str, candidate: Candidate) -> str:
-    margin = fit(candidate.peak_bytes, candidate.capacity_bytes)
-    return f"{title}: {candidate.layout}\n  {speed(candidate.step)}; {margin}"
+def best(found: SearchResult) -> list[tuple[str, str]]:
+    """Titles and verdicts of the winner of a search and, where its headroom is thin, of the fastest that has more."""
+    first, other = found.best[0], roomy(found)
+    if other is first:
+        return [_ranked("Fastest", first)]
+    if other is None:
+        return [
+            _ranked("Fastest", first),
+            (f"None of the {len(found.best)} fastest has {100 * THIN:.0f} % to spare", ""),
+        ]
+    return [_ranked("Fastest", first), _ranked(f"Fastest with {100 * THIN:.0f} % to spare", other)]
+
+
+def roomy(found: SearchResult) -> Candidate | None:
+    """The fastest of those ranked whose headroom is not thin."""
+    return next((c for c in found.best if not thin(c.peak_bytes, c.capacity_bytes)), None)
+
+
+def thin(peak_bytes: int, capacity_bytes: int) -> bool:
+    """Whether a layout leaves less than the assumed parts of memory are uncertain by."""
+    return capacity_bytes - peak_bytes < THIN * capacity_bytes
+
+
+def _ranked(title: str, found: Candidate) -> tuple[str, str]:
+    return f"{title}: {found.layout}", f"{speed(found.step)};\n{fit(found.peak_bytes, found.capacity_bytes)}"
 
 
 def nothing_fits(found: SearchResult) -> str:

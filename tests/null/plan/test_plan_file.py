@@ -17,6 +17,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.layout import parse as parse_layout
 from shardwise.plan.plan import (
     MAX_FILE_BYTES,
+    MAX_UNKNOWN,
     Plan,
     PlanError,
     TrainSettings,
@@ -125,6 +126,17 @@ def test_an_unknown_key_is_refused_with_the_nearest(table: str, key: str, hint: 
     tables = tomllib.loads(to_toml(make_plan()))
     tables[table][key] = 1
     assert faults_of(tables) == [f"plan.toml: {table}.{key}: unknown key; did you mean {hint}?"]
+
+
+def test_many_unknown_keys_are_counted_and_a_faulty_model_hides_none() -> None:
+    tables = tomllib.loads(to_toml(make_plan()))
+    tables["job"] |= {f"seq_lenn{i}": 1 for i in range(MAX_UNKNOWN + 7)}
+    tables["model"] |= {"vocab_size": 0, "vocab_sizes": 40}
+    said = faults_of(tables)
+    assert "plan.toml: job: 7 more unknown keys" in said
+    assert sum("did you mean seq_len?" in fault for fault in said) == MAX_UNKNOWN
+    assert "plan.toml: model.vocab_sizes: unknown key; did you mean vocab_size?" in said
+    assert any(fault.startswith("plan.toml: model.vocab_size: found 0") for fault in said)
 
 
 def test_another_schema_is_refused_alone() -> None:
