@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -50,11 +51,11 @@ def launch(
     `init_method` is a file rendezvous for `open_world`. Output is inherited. Results are pickled. With `on_word` the
     target takes one argument more: what a rank calls it with is pickled, and `on_word` is called with it here, soon.
     Raises RankFailed when a rank raises, dies, or is not done after `timeout_s`; by then, as after any other
-    exception (Ctrl-C, one of `on_word`), all ranks have ended: SIGTERM, then SIGKILL. A rank never outlives this
-    process (on Linux).
+    exception (Ctrl-C, SIGTERM, one of `on_word`), all ranks have ended: SIGTERM, then SIGKILL. A rank never outlives
+    this process (on Linux).
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with _sigterm_raises(), tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         init_method = f"file://{Path(folder, 'rendezvous')}"
         children: list[_Child] = []
         try:
@@ -70,6 +71,19 @@ def launch(
             return _supervise(children, timeout_s, on_word)
         finally:
             _end(children)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM, a scheduler's last word, unwind this process instead of cutting it off."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may have handlers
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -98,7 +112,8 @@ def _rank_main(writer: connection.Connection, parent: int, target: Callable[...,
 
 def failure_of(error: BaseException) -> Failure:
     """What is told of an exception that ended a rank."""
-    trace = "".join(traceback.format_exception(error, limit=-FRAMES))
+    rows = "".join(traceback.format_exception(error, limit=-FRAMES)).splitlines()
+    trace = "\n".join(row for row in rows if row.strip(" ^~"))  # without the marks under the lines
     return Failure(f"{type(error).__name__}: {error}", trace, getattr(error, "step", None))
 
 
@@ -199,7 +214,7 @@ class RankFailed(RuntimeError):  # noqa: N818 - says what happened
 
     def __str__(self) -> str:
         where = f"rank {self.rank}" if self.step is None else f"rank {self.rank}, step {self.step}"
-        return f"{where}: {self.cause}" + (f"\n{self.trace.rstrip()}" if self.trace else "")
+        return f"{where}: {self.cause}" + (f"\n{self.trace}" if self.trace else "")
 
 
 class _Word(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable
@@ -24,8 +25,12 @@ from shardwise.train.rank import Rank, build_rank, train_step
 TIMEOUT_S = 300.0
 """Longest wait for another rank: it bounds a hang and the work of a stage. A rank that ends is noticed at once."""
 
-REPORTER_S = 3.0
-"""How long a rank that is not to speak outlives bad input: a launcher ends all ranks as soon as one has left."""
+SECOND_S = 3.0
+"""How long a rank with nothing new to say stays, under a launcher: that ends all ranks as soon as one has left, so the
+one that knows more speaks first, and alone."""
+
+BACKWARD_IMPORTS = "torch.fx.experimental.symbolic_shapes"
+"""What torch's first backward imports (0.4 s): once here, not once in every forked rank."""
 
 
 class WorldMismatchError(ValueError):
@@ -62,9 +67,10 @@ OnStep = Callable[[StepReport], None]
 
 
 def _launched() -> tuple[int, int] | None:
-    """(rank, world size) of a launcher such as torchrun, or None."""
-    names = ("RANK", "WORLD_SIZE")
-    return (int(os.environ[names[0]]), int(os.environ[names[1]])) if all(n in os.environ for n in names) else None
+    """(rank, world size) of a launcher such as torchrun, or None: all that joining its ranks takes has to be there."""
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def is_reporter() -> bool:
@@ -88,10 +94,11 @@ def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -
     except (WorldMismatchError, DataError) as error:
         if is_reporter():
             raise
-        time.sleep(REPORTER_S)
+        time.sleep(SECOND_S)
         raise ToldByRank0Error(str(error)) from error
     work = plan, settings, corpus, settings.steps if steps is None else steps
     if launched is None:
+        importlib.import_module(BACKWARD_IMPORTS)
         return launch(plan.layout.world_size, _run_rank, work, on_word=on_step)[0]
     rank, world_size = launched
     try:
@@ -99,10 +106,9 @@ def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -
     except BrokenPipeError:  # of rank 0's output
         raise
     except Exception as error:
-        failure = failure_of(error)
-        if isinstance(error, CommError):  # another rank's failure, most likely: it names what matters
-            failure = failure._replace(trace="")
-        raise RankFailed(rank, failure) from error
+        if isinstance(error, CommError):  # another rank has failed, most likely
+            time.sleep(SECOND_S)
+        raise RankFailed(rank, failure_of(error)) from error
 
 
 def _check_world(plan: Plan, launched: tuple[int, int] | None) -> None:
