@@ -191,21 +191,25 @@ def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: De
 
     Trains on processes of this machine, one a rank, or joins the ranks of torchrun: shardwise train examples/tiny.toml
     """
-    with guard(debug):
-        legal(read_plan_request(path, Wishes()))
-        from shardwise.plan.plan import load_plan
+    from shardwise.plan.plan import load_plan
+    from shardwise.train.environment import is_reporter
+    from shardwise.view.review import Request
+
+    with guard(debug, speaks=is_reporter()):
+        chosen = load_plan(path)
+        legal(Request(chosen.job, chosen.layout))
         from shardwise.train.data import DataError
         from shardwise.train.launch import RankFailed
-        from shardwise.train.loop import WorldMismatchError, is_reporter, train
+        from shardwise.train.loop import WorldMismatchError, check, train
         from shardwise.view import training
 
-        chosen, speaks = load_plan(path), is_reporter() and not as_json
-        if speaks:
-            terminal.line(training.opening(chosen))
+        speaks = is_reporter() and not as_json
         try:
-            done = train(
-                chosen, steps, lambda of: terminal.line(training.step_data(of) if as_json else training.step_line(of))
-            )
+            check(chosen)
+            if speaks:
+                terminal.line(training.opening(chosen))
+            say = training.step_data if as_json else training.step_line
+            done = train(chosen, steps, lambda of: terminal.line(say(of)))
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:

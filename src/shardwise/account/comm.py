@@ -101,9 +101,16 @@ class _Predictor:
         self.mesh: Mesh = layout.mesh
         self.coordinates = self.mesh.coordinates(rank)
         self.ledger: Ledger = Counter()
+        self._groups: dict[Axes, tuple[int, ...]] = {}
+
+    def ranks(self, axes: Axes) -> tuple[int, ...]:
+        """This rank's group along `axes`, listed once."""
+        if axes not in self._groups:
+            self._groups[axes] = self.mesh.group(self.rank, axes)
+        return self._groups[axes]
 
     def add(self, module: str, phase: Phase, kind: Kind, axes: Axes, payload: int, dtype: str, count: int = 1) -> None:
-        ranks = self.mesh.group(self.rank, axes)
+        ranks = self.ranks(axes)
         if len(ranks) > 1:
             self.ledger[Collective(Key(module, phase, axis_label(axes)), kind, ranks, payload, dtype)] += count
 

@@ -1,4 +1,4 @@
-"""The dry run: the real training code of one rank, at full scale, on tensors without data, under the fake process group.
+"""The dry run: the real training code of one rank, at full scale, without data, under the fake process group.
 
 Three kinds of tensors show the same, a test holds them together: `meta` has shapes and no data, the fastest; `fake`
 is torch's FakeTensorMode, which follows the CPU's own kernels; `real` is memory, for small models.

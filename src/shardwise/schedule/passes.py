@@ -67,7 +67,8 @@ def unit_ends(schedule: Schedule) -> list[list[int]]:
         rank = ready.pop()
         own, row = ends[rank], schedule.rows[rank]
         now = own[-1] if own else 0
-        for op, stage, i in row[len(own) :]:
+        while len(own) < len(row):
+            op, stage, i = row[len(own)]
             if op is Op.F:
                 start = forward[stage - 1][i] if stage else 0
                 done, neighbour = forward, stage + 1

@@ -76,5 +76,8 @@ class Comm(Protocol):
         ...
 
     def post(self, batch: list[Message]) -> list[Work]:
-        """Start the operations of one batch together; each progresses independently of the others."""
+        """Start the operations of one batch together; each progresses independently of the others.
+
+        A Work holds its tensor until it is waited for.
+        """
         ...

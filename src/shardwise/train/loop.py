@@ -18,6 +18,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, TrainSettings
 from shardwise.train.data import BYTES, Corpus, DataError, read_corpus
 from shardwise.train.distributed import CommError, close_world, open_world
+from shardwise.train.environment import launched, local_world_size
 from shardwise.train.launch import RankFailed, failure_of, launch
 from shardwise.train.optim import OptimizerSettings
 from shardwise.train.rank import Rank, build_rank, train_step
@@ -29,18 +30,12 @@ SECOND_S = 3.0
 """How long a rank with nothing new to say stays, under a launcher: that ends all ranks as soon as one has left, so the
 one that knows more speaks first, and alone."""
 
-BACKWARD_IMPORTS = "torch.fx.experimental.symbolic_shapes"
-"""What torch's first backward imports (0.4 s): once here, not once in every forked rank."""
+LATE_IMPORTS = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""What torch's first backward and first optimizer import (1.2 s): once here, not once in every forked rank."""
 
 
 class WorldMismatchError(ValueError):
     """The processes at hand are not the ranks that the layout wants; found before any of them talks to another."""
-
-
-class ToldByRank0Error(ValueError):
-    """Bad input, on a rank that leaves it to rank 0 to say so."""
-
-    faults: tuple[str, ...] = ()
 
 
 class NotFiniteError(ArithmeticError):
@@ -66,41 +61,22 @@ class StepReport:
 OnStep = Callable[[StepReport], None]
 
 
-def _launched() -> tuple[int, int] | None:
-    """(rank, world size) of a launcher such as torchrun, or None: all that joining its ranks takes has to be there."""
-    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def is_reporter() -> bool:
-    """Whether this process is the one that prints: rank 0, or the one that starts the ranks."""
-    found = _launched()
-    return found is None or found[0] == 0
-
-
 def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -> list[StepReport]:
     """Train, and return what each step reported (on the reporting process; elsewhere nothing).
 
     Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
-    run a torch operation. Raises WorldMismatchError or DataError (where another process says it, ToldByRank0Error)
-    before any rank starts, and RankFailed after.
+    run a torch operation. Raises WorldMismatchError or DataError before any rank starts, and RankFailed after.
     """
     settings = plan.train or TrainSettings()
-    launched = _launched()
-    try:
-        _check_world(plan, launched)
-        corpus = _read_data(plan, settings)
-    except (WorldMismatchError, DataError) as error:
-        if is_reporter():
-            raise
-        time.sleep(SECOND_S)
-        raise ToldByRank0Error(str(error)) from error
+    place = launched()
+    _check_world(plan, place)
+    corpus = _read_data(plan, settings)
     work = plan, settings, corpus, settings.steps if steps is None else steps
-    if launched is None:
-        importlib.import_module(BACKWARD_IMPORTS)
+    if place is None:
+        for name in LATE_IMPORTS:
+            importlib.import_module(name)
         return launch(plan.layout.world_size, _run_rank, work, on_word=on_step)[0]
-    rank, world_size = launched
+    rank, world_size = place
     try:
         return _run_rank(rank, world_size, None, *work, on_step)
     except BrokenPipeError:  # of rank 0's output
@@ -111,21 +87,27 @@ def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -
         raise RankFailed(rank, failure_of(error)) from error
 
 
-def _check_world(plan: Plan, launched: tuple[int, int] | None) -> None:
+def check(plan: Plan) -> None:
+    """All that can be wrong before a rank starts: raises WorldMismatchError or DataError."""
+    _check_world(plan, launched())
+    _read_data(plan, plan.train or TrainSettings())
+
+
+def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:
     layout, cluster = plan.layout, plan.job.cluster
     if cluster.device.name != "cpu":
         raise WorldMismatchError(
             f"the plan is for {cluster.name}, ranks run on CPUs only: plan for CPUs, such as {layout.world_size}xcpu"
         )
-    if launched is None and cluster.nodes > 1:
+    if place is None and cluster.nodes > 1:
         raise WorldMismatchError(
             f"the plan is for {cluster.name}, this is one machine: start it on each node, with "
             f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m shardwise train PLAN"
         )
-    if launched is not None and launched[1] != layout.world_size:
+    if place is not None and place[1] != layout.world_size:
         raise WorldMismatchError(
             f"the layout {layout} wants {layout.world_size:,} ranks (tp {layout.tp} x pp {layout.pp} x "
-            f"dp {layout.dp}), the launcher started {launched[1]:,}"
+            f"dp {layout.dp}), the launcher started {place[1]:,}"
         )
 
 
@@ -147,7 +129,7 @@ def _run_rank(
     on_step: OnStep | None = None,
 ) -> list[StepReport]:
     """One rank from its start to its end."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size(world_size)))
     labels = Labels()
     comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
     optimizer = OptimizerSettings(

@@ -199,7 +199,7 @@ class Executor:
         works = self.world.comm.post(messages)
         for op, message, work in zip(batch, messages, works, strict=True):
             if op.send:
-                step.sending.append(_Holding(work, message.tensor))
+                step.sending.append(work)
             else:
                 step.arriving[op.tensor, op.stage, op.micro_batch] = work, message.tensor
 
@@ -211,17 +211,6 @@ class Executor:
         what, source, micro_batch = op.message
         name = f"{what} of micro-batch {micro_batch} from stage {source}"
         return Message(op.send, tensor, self.world.peer(op.peer), name, f"stages.{op.stage}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Holding:
-    """A send under way; the backend may not keep its tensor alive."""
-
-    work: Work
-    tensor: torch.Tensor
-
-    def wait(self) -> object:
-        return self.work.wait()
 
 
 def _settle(step: _Step) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -68,9 +69,16 @@ def _nowhere(said: str) -> None:
     del said
 
 
+SECOND_S = 3.0
+"""How long a process with nothing to add leaves the word to the one that speaks."""
+
+
 @contextmanager
-def guard(debug: bool) -> Generator[None]:
+def guard(debug: bool, speaks: bool = True) -> Generator[None]:
     """Turn every failure into its exit code and a text that says what to do; a traceback only on request.
+
+    `speaks` False is for a process among many that finds the same as another: of bad input it says nothing, and stays
+    a moment, since a launcher ends them all as soon as one has left.
 
     Every error of bad input carries `faults`, a list of all that is wrong: that is how it is told from a fault of ours.
     """
@@ -97,6 +105,9 @@ def guard(debug: bool) -> Generator[None]:
         faults: list[str] | None = getattr(error, "faults", None)
         if faults is None:
             _ours(error, debug)
+        if not speaks:
+            time.sleep(SECOND_S)
+            raise typer.Exit(BAD_INPUT) from None
         fail(BAD_INPUT, list(faults))
 
 
