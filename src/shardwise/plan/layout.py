@@ -107,7 +107,7 @@ class _Words:
         self.faults: list[str] = []
         self.values: dict[str, str] = {}
         for word in text.split():
-            key, equals, value = word.partition("=")
+            key, equals, value = word.rstrip(",;").partition("=")
             if not equals or not value:
                 self.faults.append(f"{word!r}: wanted key=value, for example tp=8")
             elif key in _HINTS:
@@ -142,6 +142,9 @@ def parse(text: str) -> Layout:
     if "mb" not in words.values:
         words.faults.append("mb=: missing; write the sequences of a micro-batch, for example mb=1")
     tp = words.integer("tp", 1)
+    if words.values.get("zero") == "2":
+        words.faults.append("zero=2: not supported yet; zero=1 keeps whole gradients, zero=3 shards everything")
+        words.values["zero"] = "1"
     zero = int(words.choice("zero", tuple(map(str, ZERO)), "0"))
     replicate, shard = _data_parallel(words, zero)
     name = words.values.get("schedule", "1f1b")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -32,8 +32,15 @@ SLACK = 0.05
 """How much longer than the walk a closed form may take a step to be."""
 
 MAX_WALKS = 40
+"""Families to walk at the most: members of one share their walk."""
+
+MAX_LOOKED_AT = 400
+"""Layouts whose closed form is followed up at the most, twins included."""
+
 MAX_WALKED = 20_000
-"""Stages times micro-batches to walk in all, once `keep` layouts are walked; no clock, so that every machine agrees."""
+"""Stages times micro-batches to walk in all, once LEAST families are walked; no clock, so that every machine agrees."""
+
+LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ def _no_collection() -> Generator[None]:
 
 @_no_collection()
 def solve(job: Job, progress: Progress | None = None, keep: int = 10) -> SearchResult:
-    """The `keep` fastest layouts that fit, by their walked steps."""
+    """The fastest layouts that fit, by their walked steps: `keep` families, with the twins that came between."""
     started = time.perf_counter()
     tell = progress or _silent
     enumerated, batch = legal_layouts(job)
@@ -134,18 +141,37 @@ def _walk_best(job: Job, batch: LayoutBatch, peaks: Ints, keep: int, progress: P
     estimated: Floats = step_seconds(job, batch)
     capacity = job.cluster.device.usable_bytes
     found: list[Candidate] = []
+    known: set[Layout] = set()
     walked = 0
-    for i in np.argsort(estimated, kind="stable")[: max(MAX_WALKS, keep)].tolist():
-        enough = len(found) >= keep
-        if enough and (walked > MAX_WALKED or estimated[i] * (1 - SLACK) >= found[keep - 1].step.total_s):
+    for i in np.argsort(estimated, kind="stable")[:MAX_LOOKED_AT].tolist():
+        best = _of_families(found, keep)
+        if len(known) >= keep and estimated[i] * (1 - SLACK) >= best[-1].step.total_s:
             break
         layout = batch.row(i)
+        if family(layout) not in known and (len(known) >= MAX_WALKS or (walked > MAX_WALKED and len(known) >= LEAST)):
+            continue
         step = step_time(job, layout)
+        walked += layout.stages * step.walked * (family(layout) not in known)
+        known.add(family(layout))
         found.append(Candidate(layout, step, int(peaks[i]), capacity))
         found.sort(key=lambda c: c.step.total_s)
-        walked += layout.stages * step.walked
-        progress("schedules", len(found), MAX_WALKS)
-    return found[:keep], len(found)
+        progress("schedules", len(known), MAX_WALKS)
+    return _of_families(found, keep), len(found)
+
+
+def family(layout: Layout) -> Layout:
+    """What layouts share that differ in how their data-parallel ranks part into dp_replicate x dp_shard alone."""
+    return replace(layout, dp_replicate=layout.dp, dp_shard=1)
+
+
+def _of_families(found: Sequence[Candidate], keep: int) -> list[Candidate]:
+    """The head of a ranking that holds its first `keep` families, twins among them included."""
+    known: set[Layout] = set()
+    for i, candidate in enumerate(found):
+        known.add(family(candidate.layout))
+        if len(known) > keep:
+            return list(found[:i])
+    return list(found)
 
 
 def _join(batches: list[LayoutBatch]) -> LayoutBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.cluster import Cluster
@@ -131,11 +131,12 @@ def families(found: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
 
     A family is one layout but for how its data-parallel ranks part into dp_replicate x dp_shard.
     """
+    from shardwise.search.solve import family
+
     kept: dict[Layout, tuple[Candidate, int]] = {}
     for one in found:
-        family = replace(one.layout, dp_replicate=one.layout.dp, dp_shard=1)
-        best, others = kept.get(family, (one, -1))
-        kept[family] = (best, others + 1)
+        best, others = kept.get(family(one.layout), (one, -1))
+        kept[family(one.layout)] = (best, others + 1)
     return list(kept.values())
 
 

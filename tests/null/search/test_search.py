@@ -13,7 +13,7 @@ from shardwise.model.hf import load_model
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.rules import findings, legal
-from shardwise.search.solve import evaluate, solve
+from shardwise.search.solve import evaluate, family, solve
 from shardwise.search.space import SCHEDULES, divisors, enumerate_layouts
 from shardwise.simulate.step import step_time
 
@@ -53,7 +53,7 @@ def test_the_best_fit_and_are_in_order() -> None:
     result = solve(JOB, lambda *x: told.append(x), keep=5)
     assert result.enumerated >= result.legal >= result.fitting > 0
     assert result.closest is None
-    assert len(result.best) == 5
+    assert len({family(c.layout) for c in result.best}) == 5
     times = [c.step.total_s for c in result.best]
     assert times == sorted(times)
     assert all(c.fits and not findings(c.layout, JOB) for c in result.best)
@@ -71,7 +71,7 @@ def test_nothing_that_fits_is_faster() -> None:
     peaks = peak_bytes(job, LayoutBatch.of(layouts))
     fitting = [x for x, p in zip(layouts, peaks, strict=True) if p <= job.cluster.device.usable_bytes]
     times = np.sort([step_time(job, x).total_s for x in fitting])
-    assert [c.step.total_s for c in best] == pytest.approx(times[:3])
+    assert [c.step.total_s for c in best] == pytest.approx(times[: len(best)])
 
 
 def test_what_does_not_fit_is_said() -> None:
