@@ -5,6 +5,8 @@ After p - 1 - r warm-up forwards a rank alternates one forward with one backward
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, paced
@@ -15,18 +17,18 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """`pp` stages, one a rank. `virtual` must be 1."""
     if virtual != 1:
         raise ValueError(f"1f1b places one stage on a rank, not {virtual}; interleaved:{virtual} does")
-    rows = tuple(_row(rank, pp, micro_batches) for rank in range(pp))
-    return Schedule("1f1b", (tuple(range(pp)),), rows, micro_batches)
+    rows = (alternate(rank, pp, micro_batches, lambda i, rank=rank: [Action(Op.BW, rank, i)]) for rank in range(pp))
+    return Schedule("1f1b", (tuple(range(pp)),), tuple(map(tuple, rows)), micro_batches)
 
 
-def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
+def alternate(rank: int, pp: int, micro_batches: int, backward: Callable[[int], Iterable[Action]]) -> Iterator[Action]:
+    """A rank's row: warm-up forwards, then one forward and what `backward` of the next micro-batch runs, in turn."""
     warm_up = min(micro_batches, pp - 1 - rank)
-    row = [Action(Op.F, rank, i) for i in range(warm_up)]
+    yield from (Action(Op.F, rank, i) for i in range(warm_up))
     for i in range(micro_batches):
         if i + warm_up < micro_batches:
-            row.append(Action(Op.F, rank, i + warm_up))
-        row.append(Action(Op.BW, rank, i))
-    return tuple(row)
+            yield Action(Op.F, rank, i + warm_up)
+        yield from backward(i)
 
 
 def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:

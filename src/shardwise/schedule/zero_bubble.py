@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, paced
+from shardwise.schedule.one_f_one_b import alternate
 from shardwise.schedule.table import Action, Op, Schedule
 
 
@@ -21,16 +22,12 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
 
 
 def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    warm_up = min(micro_batches, pp - 1 - rank)
-    row = [Action(Op.F, rank, i) for i in range(warm_up)]
-    for i in range(micro_batches):
-        if i + warm_up < micro_batches:
-            row.append(Action(Op.F, rank, i + warm_up))
-        row.append(Action(Op.B, rank, i))
-        if i >= rank:
-            row.append(Action(Op.W, rank, i - rank))
-    row += (Action(Op.W, rank, i) for i in range(max(0, micro_batches - rank), micro_batches))
-    return tuple(row)
+    def backward(i: int) -> list[Action]:
+        late = [Action(Op.W, rank, i - rank)] if i >= rank else []
+        return [Action(Op.B, rank, i), *late]
+
+    left = (Action(Op.W, rank, i) for i in range(max(0, micro_batches - rank), micro_batches))
+    return (*alternate(rank, pp, micro_batches, backward), *left)
 
 
 def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
