@@ -80,9 +80,17 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an u
 
 
 @app.command()
-def fit(subject: Shown, on: On = None, seq: Seq = None, batch: Batch = None, batch_tokens: BatchTokens = None,
-        precision: PrecisionName = None, layout: LayoutText = None, as_json: Json = False,
-        debug: Debug = False) -> None:  # fmt: skip
+def fit(
+    subject: Shown,
+    on: On = None,
+    seq: Seq = None,
+    batch: Batch = None,
+    batch_tokens: BatchTokens = None,
+    precision: PrecisionName = None,
+    layout: LayoutText = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Does it fit?
 
     Answers for a given layout, or for the fastest of all: shardwise fit llama-3.1-8b --on 8xh100
@@ -100,9 +108,17 @@ def fit(subject: Shown, on: On = None, seq: Seq = None, batch: Batch = None, bat
 
 
 @app.command()
-def plan(subject: Subject, on: On = None, seq: Seq = None, batch: Batch = None, batch_tokens: BatchTokens = None,
-         precision: PrecisionName = None, output: Output = None, as_json: Json = False,
-         debug: Debug = False) -> None:  # fmt: skip
+def plan(
+    subject: Subject,
+    on: On = None,
+    seq: Seq = None,
+    batch: Batch = None,
+    batch_tokens: BatchTokens = None,
+    precision: PrecisionName = None,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Which layout trains fastest?
 
     Ranks all that fit, and writes the best as a plan: shardwise plan llama-3.1-70b --on 64x8xh100 --batch-tokens 4M
@@ -126,9 +142,19 @@ def plan(subject: Subject, on: On = None, seq: Seq = None, batch: Batch = None, 
 
 
 @app.command()
-def show(subject: Shown, on: On = None, seq: Seq = None, batch: Batch = None, batch_tokens: BatchTokens = None,
-         precision: PrecisionName = None, layout: LayoutText = None, rank: ShownRank = 0, output: Kept = None,
-         as_json: Json = False, debug: Debug = False) -> None:  # fmt: skip
+def show(
+    subject: Shown,
+    on: On = None,
+    seq: Seq = None,
+    batch: Batch = None,
+    batch_tokens: BatchTokens = None,
+    precision: PrecisionName = None,
+    layout: LayoutText = None,
+    rank: ShownRank = 0,
+    output: Kept = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """What does this layout cost?
 
     Memory, time, communication and pipeline of one layout, whether it fits or not, and writes it as a plan:

@@ -255,9 +255,23 @@ def test_a_reader_that_leaves_is_no_failure_of_ours() -> None:
 
 def test_public_names() -> None:
     assert set(shardwise.__all__) == {
-        "Model", "Cluster", "Job", "Layout", "Plan", "load_model", "parse_cluster", "parse_layout", "load_plan",
-        "findings", "memory_of", "predict_ledger", "step_time", "solve", "prove_rank", "__version__",
-    }  # fmt: skip
+        "Model",
+        "Cluster",
+        "Job",
+        "Layout",
+        "Plan",
+        "load_model",
+        "parse_cluster",
+        "parse_layout",
+        "load_plan",
+        "findings",
+        "memory_of",
+        "predict_ledger",
+        "step_time",
+        "solve",
+        "prove_rank",
+        "__version__",
+    }
     assert dir(shardwise) == sorted(shardwise.__all__)
     for name in set(shardwise.__all__) - {"prove_rank", "__version__"}:
         assert getattr(shardwise, name) is not None

@@ -89,8 +89,11 @@ def one_process(model: Model, seq_len: int, batch: int, masked: bool) -> Trace:
     s = SETTINGS
     optimizer = torch.optim.AdamW(
         [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
-        lr=s.learning_rate, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay,
-    )  # fmt: skip
+        lr=s.learning_rate,
+        betas=s.betas,
+        eps=s.eps,
+        weight_decay=s.weight_decay,
+    )
     trace = Trace([], [], [], {})
     for ids, targets in batches(model.vocab, seq_len, batch, masked):
         optimizer.zero_grad()

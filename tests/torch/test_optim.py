@@ -61,9 +61,14 @@ def unfused(weights: Tensors, settings: OptimizerSettings, scale: float) -> tupl
         {"params": [w for w in own.values() if w.ndim > 1]},
     ]
     adamw = torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps,
-        weight_decay=settings.weight_decay, fused=False, foreach=False,
-    )  # fmt: skip
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=False,
+        foreach=False,
+    )
     norms: list[torch.Tensor] = []
     for step in range(STEPS):
         for name, gradient in whole_gradients(weights, step, scale).items():

@@ -27,14 +27,27 @@ MANY_KEYS = 200
 """Keys of a config among which a misspelt one is looked for."""
 
 DIMS: Final = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "vocab_size",
-)  # fmt: skip
+)
 
 KEYS: Final = (
-    "model_type", *DIMS, "tie_word_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
-    "hidden_act", "attention_bias", "mlp_bias",
-)  # fmt: skip
+    "model_type",
+    *DIMS,
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+)
 """Keys of a config that are read. Hugging Face's files have many more, which say nothing about the model."""
 
 INERT: Final[Mapping[str, tuple[object, ...]]] = {

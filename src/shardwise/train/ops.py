@@ -88,8 +88,15 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, slots: tuple[Slot, ...], row: bool,
-                place: Place, dead: bool) -> Any:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        slots: tuple[Slot, ...],
+        row: bool,
+        place: Place,
+        dead: bool,
+    ) -> Any:
         ctx.save_for_backward(x)
         ctx.slots, ctx.row, ctx.place, ctx.residual = slots, row, place, residual is not None
         if dead:
@@ -162,8 +169,14 @@ class _Attention(torch.autograd.Function):
     """Rotary embedding and causal attention with grouped kv heads; saves q, k, v as rotated, the output and its LSE."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
-                head_dim: int) -> Any:  # fmt: skip
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        head_dim: int,
+    ) -> Any:
         seq = rope[0].shape[0]
         q4, k4, v4 = (x.view(-1, seq, x.shape[1] // head_dim, head_dim) for x in (q, k, v))  # [b, s, heads, d]
         # Nobody else holds q and k: they are fresh outputs of the products.
@@ -192,8 +205,9 @@ class _Attention(torch.autograd.Function):
         return *(g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), None, None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
-              head_dim: int) -> torch.Tensor:  # fmt: skip
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], head_dim: int
+) -> torch.Tensor:
     """q [T, a * d / tp], k, v [T, kv * d / tp] -> [T, a * d / tp]. Writes the rotation into q and k."""
     return _Attention.apply(q, k, v, rope, head_dim)
 

@@ -63,8 +63,16 @@ class _Step:
 class Executor:
     """Runs rows on the units of one rank. `shape` is a stage border's activation [t, h]."""
 
-    def __init__(self, world: World, units: RankUnits, modules: dict[str, UnitModule], states: dict[str, UnitState],
-                 queue: WeightQueue, shape: tuple[int, int], recompute: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        world: World,
+        units: RankUnits,
+        modules: dict[str, UnitModule],
+        states: dict[str, UnitState],
+        queue: WeightQueue,
+        shape: tuple[int, int],
+        recompute: bool,
+    ) -> None:
         self.world, self.units, self.modules, self.states = world, units, modules, states
         self.queue, self.shape, self.recompute = queue, shape, recompute
         self.kinds = {u.name: u.block.kind for u in units.units}

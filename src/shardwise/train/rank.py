@@ -56,8 +56,16 @@ class StepResult:
     norm: torch.Tensor
 
 
-def build_rank(job: Job, layout: Layout, comm: Comm, labels: Labels, *, seed: int | None = 0,
-               settings: OptimizerSettings | None = None, device: torch.device | None = None) -> Rank:  # fmt: skip
+def build_rank(
+    job: Job,
+    layout: Layout,
+    comm: Comm,
+    labels: Labels,
+    *,
+    seed: int | None = 0,
+    settings: OptimizerSettings | None = None,
+    device: torch.device | None = None,
+) -> Rank:
     """Allocate one rank's state and wire its executor. `seed` None leaves the weights at zero (a dry run)."""
     device = device or torch.device("cpu")
     model, precision = job.model, job.precision
@@ -93,8 +101,13 @@ def _load(state: UnitState, job: Job, layout: Layout, world: World, seed: int) -
     state.load({name: value.to(state.wide) for name, value in values.items()})
 
 
-def train_step(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None,
-               micro_batches: int | None = None, done: Done | None = None) -> StepResult:  # fmt: skip
+def train_step(
+    rank: Rank,
+    ids: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    micro_batches: int | None = None,
+    done: Done | None = None,
+) -> StepResult:
     """One optimizer step over this rank's micro-batches. ids, targets [micro-batches, T]; None where not needed.
 
     `micro_batches` runs fewer than the job's (a dry run's steady state); `done` is told of each as it ends.
@@ -104,8 +117,13 @@ def train_step(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | Non
     return result
 
 
-def gradients(rank: Rank, ids: torch.Tensor | None, targets: torch.Tensor | None,
-              micro_batches: int | None = None, done: Done | None = None) -> StepResult:  # fmt: skip
+def gradients(
+    rank: Rank,
+    ids: torch.Tensor | None,
+    targets: torch.Tensor | None,
+    micro_batches: int | None = None,
+    done: Done | None = None,
+) -> StepResult:
     """Forward and backward of one step: every gradient summed over all ranks, in the states' gradient shards."""
     world = rank.world
     for state in rank.states.values():
