@@ -28,7 +28,7 @@ TINY = str(Path(__file__).parents[2] / "examples" / "tiny.toml")
 PATCHED = parse("tp=2 pp=2 dp=2 zero=3 mb=1")
 
 
-def prove_tiny(rank: int = 0):
+def prove_tiny(rank: int = 0) -> Proof:
     return prove_rank(job(tiny(3), "8xcpu"), PATCHED, rank, tensors="real")
 
 
