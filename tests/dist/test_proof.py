@@ -13,8 +13,10 @@ torch.set_num_threads(1)
 
 
 def assert_proved(proof: Proof) -> None:
+    """The command passes 1 %; what is computed is exact but for a few scalars, so that less is let through here."""
     assert not proof.differences()
-    assert proof.ok, (
+    assert proof.ok
+    assert abs(proof.memory_error) <= 0.001, (
         f"rank {proof.rank}: peak predicted {proof.predicted_peak_bytes}, measured {proof.measured_peak_bytes}"
     )
 

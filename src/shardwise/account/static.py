@@ -66,6 +66,7 @@ class Columns:
     """one activation at a stage border"""
     data: Ints
     """token ids of a whole step; the targets are as many"""
+    micro_batches: Ints
     shared: bool
     groups: Ints
     """communicators that a rank opens"""
@@ -151,7 +152,9 @@ class Columns:
             parts["optimizer"] += count * (np.where(aliased, 2, 3) * s.shard * w + s.parts * 4)
         ends = counts["embedding"] + counts["head"]
         tables = self.job.seq_len * self.job.model.head_dim * c
-        parts["tokens and tables"] = ends * self.data + tables
+        # Scalars as well: the scale of the loss; where the head is, each micro-batch's loss and the gradient of one.
+        scalars = w * (1 + counts["head"] * (self.micro_batches + 1))
+        parts["tokens and tables"] = ends * self.data + tables + scalars
         return parts
 
     def step_scratch(self, held: Sequence[Held]) -> Ints:
@@ -199,6 +202,7 @@ def columns_of(job: Job, batch: LayoutBatch) -> Columns:
         batch.zero,
         per_key([batch.tp, batch.sp, batch.mb], border),
         job.global_batch // batch.dp * job.seq_len * 8,
+        job.global_batch // (batch.dp * batch.mb),
         shared,
         groups,
     )

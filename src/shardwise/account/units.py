@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.model.spec import Block, Cut, Model, Op, Scratch, TensorDesc
+from shardwise.model.spec import HEAD, LAYER, Block, Cut, Model, Op, Scratch, TensorDesc
 from shardwise.plan.shards import block_named
 
 
@@ -101,7 +101,7 @@ class _Backward:
 def _backward(block: Block, tensors: _Tensors, split: bool) -> _Backward:
     """The walk of B (`split`) or of BW. Gradients are storages too, added to `tensors`."""
     grads = {block.output.name: _gradient_of(block.output.name)}
-    tensors.sizes[grads[block.output.name]] = 0 if block.kind == "head" else tensors.sizes[block.output.name]
+    tensors.sizes[grads[block.output.name]] = 0 if block.kind == HEAD else tensors.sizes[block.output.name]
     held_saves = [tensors.saved_by(op) for op in block.ops]
     inputs = {tensors.owner[d.name] for d in block.inputs}
     outer = grads[block.output.name]
@@ -121,8 +121,8 @@ def _backward(block: Block, tensors: _Tensors, split: bool) -> _Backward:
             walk.queue.append((op, held))
             queued |= held
         live_grads |= {grads[n] for n in op.inputs if n in grads}
-        needed = {grads[n] for o in block.ops[:i] for d in o.outputs for n in (d.name,) if n in grads}
-        live_grads = {g for g in live_grads if g == outer or g in needed or (g not in incoming)}
+        needed = {grads[d.name] for o in block.ops[:i] for d in o.outputs if d.name in grads}
+        live_grads = {g for g in live_grads if g == outer or g in needed or g not in incoming}
     return walk
 
 
@@ -164,7 +164,7 @@ def _weight_peak(tensors: _Tensors, queue: list[tuple[Op, set[str]]]) -> int:
 def unit_memory(model: Model, kind: str, cut: Cut, recompute: bool) -> UnitMemory:
     """Memory of a unit of this kind. `recompute`: keep the input alone and run the forward again before B."""
     block = block_named(model, kind)
-    recompute = recompute and kind == "layer"
+    recompute = recompute and kind == LAYER
     tensors = _Tensors(model, block, cut)
     source = tensors.total({tensors.owner[d.name] for d in block.inputs})
     f_peak, kept = _forward(block, tensors, keep=not recompute, dead_tail=False)
@@ -172,7 +172,7 @@ def unit_memory(model: Model, kind: str, cut: Cut, recompute: bool) -> UnitMemor
     full = _Tensors(model, block, cut)
     again, _ = _forward(block, full, keep=True, dead_tail=True) if recompute else (0, set[str]())
     whole, split = _backward(block, tensors, split=False), _backward(block, full, split=True)
-    gradient = 0 if kind == "head" else output
+    gradient = 0 if kind == HEAD else output
     return UnitMemory(
         input=source,
         saved=source if recompute else tensors.total(kept - {block.output.name}),

@@ -22,6 +22,7 @@ def _moment(*tensors: TensorDesc, outputs: bool = True) -> Scratch:
 def _norm(name: str, source: str, output: str, residual: str | None) -> Op:
     """RMS norm of the stream; it hands its input on as the residual, so that no gradient is summed outside an op."""
     outputs = (_t(output, "th"),) + ((_t(residual, "th"),) if residual else ())
+    rows = (_t("weight", "h", A, "cast"), _t("dw", "h", A), _t("mean", "t", A))
     return Op(
         name=name,
         kind="norm",
@@ -33,8 +34,8 @@ def _norm(name: str, source: str, output: str, residual: str | None) -> Op:
         residual=residual,
         scratch_f=(_moment(_t("y", "th", A, "cast")),),
         scratch_b=(
-            _moment(_t("normed", "th", A), _t("g", "th", A), _t("dw", "h", A), _t("m", "t", A), outputs=False),
-            _moment(_t("g", "th", A, "cast"), _t("dw", "h", A)),
+            _moment(_t("normed", "th", A), _t("g", "th", A), *rows, outputs=False),
+            _moment(_t("g", "th", A, "cast"), *rows),
         ),
     )
 
@@ -136,13 +137,20 @@ def layer() -> Block:
 
 def head(tied: bool) -> Block:
     """Final norm, output product, vocabulary-parallel cross-entropy, which leaves its gradient in the logits' place."""
+    names = ("top", "picked", "total", "weight", "negative")
+    rows = (
+        *(_t(name, "T", A) for name in names),
+        _t("local", "T", I),
+        _t("own", "T", A, "tp"),
+        _t("outside", "T", Role.MASK, "tp"),
+    )
     loss = Op(
         name="loss",
         kind="cross_entropy",
         inputs=("logits",),
         outputs=(_t("loss", "1", A),),
         saves=("logits",),
-        scratch_f=(_moment(_t("z", "Tv", A, "cast"), *[_t("rows", "T", A)] * 4),),
+        scratch_f=(_moment(_t("z", "Tv", A, "cast"), *rows),),
     )
     ops = (
         _norm("norm", "x", "n", None),
