@@ -25,6 +25,15 @@ REPORT = ("pp", *DATA)
 
 Axes = tuple[str, ...]
 
+COLLECTIVES: tuple[Axes, ...] = (("tp",), ("dp_shard",), ("dp_replicate",), DATA, REPORT, SHARDED)
+"""Groups in which a rank takes part in collectives, in the order in which they are made."""
+
+
+def communicators(parallel: Iterable[str]) -> int:
+    """Distinct groups of COLLECTIVES with more than one rank, if these are the axes with a degree above 1."""
+    wide = set(parallel)
+    return len({frozenset(wide & set(axes)) for axes in COLLECTIVES} - {frozenset[str]()})
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

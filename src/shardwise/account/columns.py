@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shardwise.plan.batch import Ints
 
-Number = TypeVar("Number", bound=np.number)
+Number = TypeVar("Number", bound=np.generic)
 
 
 def _codes(columns: Sequence[Ints]) -> Ints:

@@ -21,6 +21,7 @@ from shardwise.model.spec import EMBEDDING, HEAD, LAYER
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
+from shardwise.plan.shards import block_named
 from shardwise.results import MemoryBreakdown
 from shardwise.schedule import LiveState
 from shardwise.schedule.table import Op
@@ -57,6 +58,10 @@ def _positions(profile: Profile) -> Iterator[int]:
     return iter(sorted(wanted | {0, profile.units - 1}))
 
 
+_Held = tuple[Profile, ...]
+_States = tuple[LiveState, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Adds:
     """What an action adds at its peak, by part: [n] each."""
@@ -85,14 +90,37 @@ class _Actions:
             self._known[key] = _largest(moments)
         return self._known[key]
 
+    def reads(self, op: Op, kind: str) -> bool:
+        """Whether an action reads the parameters of a unit of this kind; W never does."""
+        return op is Op.F or (op is not Op.W and block_named(self.c.job.model, kind).backward_reads)
+
+    def neighbours(self, state: LiveState, held: _Held) -> tuple[str | None, str | None]:
+        """Kinds of the units just before and after the action on this rank; None where one reads no parameters."""
+        profile = held[state.chunk]
+        first, last = (0, profile.units - 1) if state.op is Op.F else (profile.units - 1, 0)
+        # Where the unit reads no parameters it holds none that a neighbour could go on using.
+        ours = [(state.chunk, p) if self.reads(state.op, profile.kind(p)) else (-1, -1) for p in (first, last)]
+        return self._end(state.preceding, held, 1, ours[0]), self._end(state.following, held, 0, ours[1])
+
+    def _end(self, action: tuple[Op, int] | None, held: _Held, end: int, ours: tuple[int, int]) -> str | None:
+        """The kind of the first (0) or last (1) unit of a neighbouring action, SAME if it is `ours`."""
+        if action is None:
+            return None
+        op, chunk = action
+        top = held[chunk].units - 1
+        position = top * (end == (op is Op.F))
+        if not self.reads(op, held[chunk].kind(position)):
+            return None
+        return SAME if (chunk, position) == ours else held[chunk].kind(position)
+
     def _moments(self, op: Op, profile: Profile, p: int, before: str | None, after: str | None) -> Iterator[_Adds]:
         """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""
         c, kind = self.c, profile.kind(p)
         step = 1 if op is Op.F else -1
-        reads = _reads(op, kind)
+        reads = self.reads(op, kind)
         behind = profile.kind(p - step) if 0 <= p - step < profile.units else before
         ahead = profile.kind(p + step) if 0 <= p + step < profile.units else after
-        if ahead in (EMBEDDING, LAYER, HEAD) and 0 <= p + step < profile.units and not _reads(op, ahead):
+        if ahead in (EMBEDDING, LAYER, HEAD) and 0 <= p + step < profile.units and not self.reads(op, ahead):
             ahead = None
         rest = self._saved(profile, p) + (self._queued(profile, p) if op is Op.B else self._waiting(profile, p, op))
         unit = c.unit[kind]
@@ -150,10 +178,6 @@ def _largest(moments: list[_Adds]) -> _Adds:
     )
 
 
-_Held = tuple[Profile, ...]
-_States = tuple[LiveState, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Layouts of one pipeline: `rows` of the batch, what they share, and what its ranks hold.
@@ -206,35 +230,9 @@ def _priced(held: _Held, states: _States, actions: _Actions, members: Ints) -> _
     waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
     buffers = np.asarray([s.send_buffers + s.recv_buffers for s in states], dtype=np.int64)
     p2p = buffers[:, None] * actions.c.border[members]
-    adds = [actions.adds(s, held[s.chunk], *_neighbours(s, held)) for s in states]
+    adds = [actions.adds(s, held[s.chunk], *actions.neighbours(s, held)) for s in states]
     totals = waiting + p2p + np.stack([a.total[members] for a in adds])
     return _RankPeaks(totals, adds, waiting, p2p)
-
-
-def _reads(op: Op, kind: str) -> bool:
-    """Whether an action reads a unit's parameters: W never, and an embedding has no input gradient."""
-    return op is Op.F or (op is not Op.W and kind != EMBEDDING)
-
-
-def _neighbours(state: LiveState, held: tuple[Profile, ...]) -> tuple[str | None, str | None]:
-    """Kinds of the units just before and just after the action on this rank; None where one reads no parameters."""
-    profile = held[state.chunk]
-    first, last = (0, profile.units - 1) if state.op is Op.F else (profile.units - 1, 0)
-    # Where the unit reads no parameters it holds none that a neighbour could go on using.
-    ours = [(state.chunk, p) if _reads(state.op, profile.kind(p)) else (-1, -1) for p in (first, last)]
-    return _end(state.preceding, held, 1, ours[0]), _end(state.following, held, 0, ours[1])
-
-
-def _end(action: tuple[Op, int] | None, held: tuple[Profile, ...], end: int, ours: tuple[int, int]) -> str | None:
-    """The kind of the first (0) or last (1) unit of a neighbouring action, SAME if it is `ours` (chunk, position)."""
-    if action is None:
-        return None
-    op, chunk = action
-    top = held[chunk].units - 1
-    position = top * (end == (op is Op.F))
-    if not _reads(op, held[chunk].kind(position)):
-        return None
-    return SAME if (chunk, position) == ours else held[chunk].kind(position)
 
 
 def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:

@@ -10,11 +10,12 @@ import numpy as np
 
 from shardwise.account.columns import per_key
 from shardwise.account.units import UnitMemory, unit_memory
+from shardwise.mesh import AXES, communicators
 from shardwise.model.spec import KINDS, Cut, Model, Unit
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
-from shardwise.plan.shards import Storage, block_named, make_storage
+from shardwise.plan.shards import Storage, block_named, ends_share_rank, make_storage
 
 SAME = "same"
 """In place of a neighbour's kind: the very unit that runs."""
@@ -69,7 +70,7 @@ class Columns:
     micro_batches: Ints
     shared: bool
     groups: Ints
-    """communicators that a rank opens"""
+    """communicators that a rank opens: of its collectives, of point-to-point, and at the ends of tied copies"""
 
     def uses(self, kind: str) -> tuple[str, ...]:
         """Storages that a unit of this kind reads."""
@@ -175,9 +176,9 @@ class Columns:
 
 
 def columns_of(job: Job, batch: LayoutBatch) -> Columns:
-    """The columns of layouts that share one pp."""
+    """The columns of layouts that share pp and schedule."""
     model = job.model
-    shared = model.tied and int(batch.pp[0]) == 1
+    shared = model.tied and ends_share_rank(batch.names[int(batch.schedule[0])], int(batch.pp[0]))
 
     def memory(kind: str) -> UnitColumns:
         def value(tp: int, sp: int, mb: int, recompute: int) -> Ints:
@@ -194,7 +195,12 @@ def columns_of(job: Job, batch: LayoutBatch) -> Columns:
     def border(tp: int, sp: int, mb: int) -> Ints:
         return np.asarray(message_bytes(job, cut_of(job, tp, sp, mb)), dtype=np.int64)
 
-    groups = (batch.tp > 1).astype(np.int64) + (batch.pp > 1) + (batch.dp_replicate > 1) + (batch.dp_shard > 1)
+    def opened(*degrees: int) -> Ints:
+        wide = [axis for axis, degree in zip(AXES, degrees, strict=True) if degree]
+        return np.asarray(communicators(wide) + ("pp" in wide) * (1 + (model.tied and not shared)), dtype=np.int64)
+
+    degrees = (batch.pp, batch.dp_replicate, batch.dp_shard, batch.tp)
+    groups = per_key([(d > 1).astype(np.int64) for d in degrees], opened)
     return Columns(
         job,
         {k: memory(k) for k in KINDS},

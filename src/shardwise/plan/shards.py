@@ -1,7 +1,7 @@
 """Who holds what: the units of every stage, the flat storages of a unit, the placement record of every parameter.
 
 Integers only. The runtime allocates by these records, the account adds them up, the ledger takes its payloads from
-them: gradient reduction, clip norm, checkpoints and the optimizer read nothing else.
+them: gradient reduction, clip norm and the optimizer read nothing else.
 """
 
 from __future__ import annotations
@@ -124,9 +124,6 @@ class Stage:
     def layers(self) -> int:
         return sum(u.block.kind == "layer" for u in self.units)
 
-    def holds(self, kind: str) -> bool:
-        return any(u.block.kind == kind for u in self.units)
-
 
 @lru_cache(maxsize=65536)
 def make_stages(model: Model, pp: int, schedule: str, split: tuple[int, ...]) -> tuple[Stage, ...]:
@@ -162,15 +159,17 @@ class RankUnits:
         return tuple(u for s in self.stages for u in s.units)
 
 
-def shares_tied(model: Model, stages: tuple[Stage, ...]) -> bool:
-    """Whether both users of a tied weight sit on one rank and share it."""
-    return model.tied and stages[0].rank == stages[-1].rank
+@lru_cache(maxsize=4096)
+def ends_share_rank(schedule: str, pp: int) -> bool:
+    """Whether the first and the last stage sit on one rank, which then shares a tied weight."""
+    placement = schedules.build(schedule, pp, 1).placement[0]
+    return placement[0] == placement[-1]
 
 
 def rank_units(model: Model, layout: Layout, pp_rank: int) -> RankUnits:
     """Stages, storages and their users on one pipeline rank."""
     every = stages_of(model, layout)
-    shared = shares_tied(model, every)
+    shared = model.tied and ends_share_rank(layout.schedule, layout.pp)
     mine = tuple(s for s in every if s.rank == pp_rank)
     storages: dict[str, Storage] = {}
     uses: dict[str, tuple[str, ...]] = {}
@@ -185,7 +184,8 @@ def rank_units(model: Model, layout: Layout, pp_rank: int) -> RankUnits:
 def tied_ranks(model: Model, layout: Layout) -> tuple[int, ...]:
     """Pipeline ranks that hold a copy of the tied weight: empty where there is one copy."""
     every = stages_of(model, layout)
-    return () if not model.tied or shares_tied(model, every) else (every[0].rank, every[-1].rank)
+    shared = ends_share_rank(layout.schedule, layout.pp)
+    return () if not model.tied or shared else (every[0].rank, every[-1].rank)
 
 
 def block_named(model: Model, kind: str) -> Block:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +34,14 @@ Progress = Callable[[int, int], None]
 
 
 class PeriodError(RuntimeError):
-    """Two successive periods of the steady state issued different collectives: the step cannot be continued."""
+    """Two successive periods of the steady state differ in collectives or memory: the step cannot be continued."""
+
+
+class _Snapshot(NamedTuple):
+    """What a rank had issued and held when a micro-batch's last gradient was through."""
+
+    ledger: Ledger
+    live_bytes: int
 
 
 def prove_rank(
@@ -55,8 +62,7 @@ def prove_rank(
         raise ValueError(f"rank {rank} is outside 0 .. {layout.world_size - 1}")
     started = time.perf_counter()
     micro_batches = job.micro_batches(layout)
-    period = schedules.period(layout.schedule, layout.pp)
-    executed = micro_batches if full else _to_execute(layout, micro_batches, period)
+    executed = micro_batches if full else _to_execute(layout, micro_batches)
     recorder = Recorder(Labels())
     comm = open_world("fake", rank, layout.world_size, labels=recorder.labels)
     try:
@@ -66,7 +72,7 @@ def prove_rank(
             snapshots = _run(built, recorder, executed, progress)
     finally:
         close_world()
-    recorded = _continued(recorder.ledger, snapshots, period, executed, micro_batches)
+    recorded = _continued(built, recorder.ledger, snapshots, executed)
     pp_rank = layout.mesh.coordinates(rank)["pp"]
     return Proof(
         rank=rank,
@@ -82,9 +88,9 @@ def prove_rank(
     )
 
 
-def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
+def _to_execute(layout: Layout, micro_batches: int) -> int:
     """Warm-up, two periods and cool-down; the rest of the step is whole periods."""
-    saturated = schedules.saturation(layout.schedule, layout.pp)
+    saturated, period = schedules.saturation(layout.schedule, layout.pp), schedules.period(layout.schedule, layout.pp)
     if saturated is None:
         return micro_batches
     # Warm-up and cool-down reach at most 2 pp micro-batches into the step; two periods lie between them.
@@ -93,16 +99,16 @@ def _to_execute(layout: Layout, micro_batches: int, period: int) -> int:
     return min(micro_batches, enough)
 
 
-def _run(rank: Rank, recorder: Recorder, executed: int, progress: Progress | None) -> list[Ledger]:
-    """One measured step; the ledger after each micro-batch's last gradient on the rank's first stage."""
+def _run(rank: Rank, recorder: Recorder, executed: int, progress: Progress | None) -> list[_Snapshot]:
+    """One measured step; ledger and live bytes after each micro-batch's last gradient on the rank's first stage."""
     tokens = rank.job.cut(rank.layout).tokens
     shape, kind = (rank.micro_batches, tokens), {"dtype": torch.int64, "device": rank.device}
     ids = torch.zeros(shape, **kind) if rank.needs_ids else None
     targets = torch.zeros(shape, **kind) if rank.needs_targets else None
-    snapshots: list[Ledger] = []
+    snapshots: list[_Snapshot] = []
 
     def done(_: int) -> None:
-        snapshots.append(Counter(recorder.ledger))
+        snapshots.append(_Snapshot(Counter(recorder.ledger), recorder.live_bytes))
         if progress is not None:
             progress(len(snapshots), executed)
 
@@ -111,14 +117,25 @@ def _run(rank: Rank, recorder: Recorder, executed: int, progress: Progress | Non
     return snapshots
 
 
-def _continued(ledger: Ledger, snapshots: list[Ledger], period: int, executed: int, micro_batches: int) -> Ledger:
-    """The ledger of the whole step: what was executed and, asserted equal, the periods that were not."""
+def _continued(rank: Rank, ledger: Ledger, snapshots: list[_Snapshot], executed: int) -> Ledger:
+    """The ledger of the whole step: what was executed and, asserted equal, the periods that were not.
+
+    What lives may grow by the losses alone, which wait for the step's end: anything else would not stay where it
+    was seen.
+    """
+    micro_batches, layout = rank.micro_batches, rank.layout
     if executed == micro_batches:
         return ledger
+    period = schedules.period(layout.schedule, layout.pp)
     middle = len(snapshots) // 2
     first, second, third = (snapshots[middle + k * period] for k in (-1, 0, 1))
-    one, two = second - first, third - second
+    one, two = second.ledger - first.ledger, third.ledger - second.ledger
+    where = f"micro-batches {middle - period} .. {middle + period} of {executed}"
     if one != two:
-        raise PeriodError(f"micro-batches {middle - period} .. {middle + period} of {executed} are not periodic")
+        raise PeriodError(f"{where} are not periodic: their collectives differ")
+    losses = period * rank.job.precision.accumulate_bytes * rank.needs_targets
+    for grown in (second.live_bytes - first.live_bytes, third.live_bytes - second.live_bytes):
+        if grown != losses:
+            raise PeriodError(f"{where} are not periodic: memory grows by {grown:,} bytes, {losses:,} are expected")
     times = (micro_batches - executed) // period
     return ledger + Counter({c: n * times for c, n in two.items()})

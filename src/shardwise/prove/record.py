@@ -40,14 +40,11 @@ class Recorder(TorchDispatchMode):
         self.ledger: Ledger = Counter()
         self.live_bytes = self.peak_bytes = 0
         self.peak_at = ""
-        self.by_place: dict[tuple[str, str], int] = {}
-        """(module, phase) -> the highest level seen there"""
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def start(self) -> None:
         """Forget the ledger and the peak so far; what lives stays counted."""
         self.ledger.clear()
-        self.by_place.clear()
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +87,3 @@ class Recorder(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.peak_at = f"{labels.module or 'step'} / {labels.phase or '-'}"
-        place = (labels.module, labels.phase)
-        if self.live_bytes > self.by_place.get(place, 0):
-            self.by_place[place] = self.live_bytes

@@ -15,7 +15,7 @@ from shardwise.collective import Kind
 from shardwise.model.spec import KINDS
 from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import make_storage
+from shardwise.plan.shards import ends_share_rank, make_storage
 from shardwise.simulate.cost import Floats, Links, collective_s, links
 
 _STEPPED = 7 + 2 + 1
@@ -58,7 +58,7 @@ class _Elements:
 def _elements(job: Job, batch: LayoutBatch) -> _Elements:
     model = job.model
     units = [unit_of(model, kind) for kind in KINDS]
-    shared = (batch.pp == 1) & model.tied
+    shared = _shared(job, batch)
 
     def sizes(tp: int, sp: int, shards: int, shared: int) -> Ints:
         held = [make_storage(model, unit, tp, bool(sp), shards, bool(shared)) for unit in units]
@@ -98,7 +98,16 @@ def state_seconds(job: Job, batch: LayoutBatch) -> StateSeconds:
         tie=_tie_s(job, batch, n.tied * wide),
         scalars=_scalars_s(job, batch),
     )
-    return _with_shared(every, (batch.pp == 1) & job.model.tied)
+    return _with_shared(every, _shared(job, batch))
+
+
+def _shared(job: Job, batch: LayoutBatch) -> Bools:
+    """[n] whether one rank holds both users of a tied weight."""
+
+    def together(pp: int, schedule: int) -> Bools:
+        return np.asarray(job.model.tied and ends_share_rank(batch.names[schedule], pp), dtype=np.bool_)
+
+    return per_key([batch.pp, batch.schedule], together)
 
 
 def _with_shared(s: StateSeconds, shared: Bools) -> StateSeconds:

@@ -7,7 +7,7 @@ dispatched. On NCCL and fake the logical operation is the issued one; gloo has l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -130,7 +130,10 @@ class DistributedComm:
         both. Where only some ranks need a group, the others make another one (of themselves alone) in its place.
         """
         if (axes, ranks) not in self._groups:
-            self._groups[axes, ranks] = self._new_group(axes, ranks)
+            same = next((g for g in self._groups.values() if g.ranks == ranks), None)
+            # Axes of degree 1 give several names to one set of ranks: one communicator serves them all.
+            made = self._new_group(axes, ranks) if same is None else replace(same, axes=axes)
+            self._groups[axes, ranks] = made
         return self._groups[axes, ranks]
 
     def point_to_point_group(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ("pp",)) -> None:

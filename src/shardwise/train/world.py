@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.collective import Kind, Labels
-from shardwise.mesh import DATA, REPORT, SHARDED, Axes, Mesh
+from shardwise.mesh import COLLECTIVES, Axes, Mesh
 from shardwise.train.comm import Comm, Group
 
 TIED_AXES = ("tied",)
@@ -23,7 +23,7 @@ class World:
         self.rank = comm.rank
         self.coordinates = mesh.coordinates(self.rank)
         self.groups: dict[Axes, Group | None] = {}
-        for axes in (("tp",), ("dp_shard",), ("dp_replicate",), DATA, REPORT, SHARDED):
+        for axes in COLLECTIVES:
             self.groups[axes] = self._make(axes, mesh.group(self.rank, axes))
         if mesh.degree("pp") > 1:
             comm.point_to_point_group(mesh.group(self.rank, ("pp",)))
