@@ -301,7 +301,7 @@ def remedies(job: Job, layout: Layout) -> list[Candidate]:
         {"tp": 2 * layout.tp, "sp": True, **half},
         {"pp": 2 * layout.pp, "split": (), **half},
     ]
-    tried = {replace(layout, **change).normalised() for change in changes if all(v != 0 for v in change.values())}
+    tried = {replace(layout, **change) for change in changes if all(v != 0 for v in change.values())}
     found = [evaluate(job, one) for one in tried - {layout} if not findings(one, job)]
     return sorted((c for c in found if c.fits), key=lambda c: (c.step.total_s, str(c.layout)))
 

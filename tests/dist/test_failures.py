@@ -140,7 +140,7 @@ def test_a_step_without_a_valid_token_is_no_number_less(text: str) -> None:
     """torchtitan 4167: loss and gradients are 0, weights only decay, nothing is NaN."""
     layout = parse(text)
     work = job(tiny(3, tied=True), f"{layout.world_size}xcpu")
-    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.5)
+    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.5, clip_norm=1.0)
 
     def rank(comm: Comm) -> None:
         built = build_rank(work, layout, comm, Labels(), settings=settings)

@@ -54,7 +54,7 @@ def draw_layout(rng: random.Random, layers: int) -> Layout:
         schedule=rng.choice(names),
         mb=rng.choice([1, 2]),
         recompute=rng.choice(["none", "full"]),
-    ).normalised()
+    )
     return replace(layout, split=draw_split(rng, layers, layout.stages)) if rng.random() < 0.3 else layout
 
 

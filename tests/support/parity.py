@@ -21,7 +21,7 @@ from shardwise.train.unit import UnitState
 from tests.support import plain
 
 STEPS = 3
-SETTINGS = OptimizerSettings(learning_rate=1e-2, clip_norm=0.5)
+SETTINGS = OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5)
 TOLERANCE = 1e-10
 
 Tensors = dict[str, torch.Tensor]

@@ -119,7 +119,10 @@ def assert_used_weights_follow(state: UnitState) -> None:
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_norm_and_adamw_equal_torchs_on_whole_tensors(text: str, tied: bool, scale: float) -> None:
     """Sharded, replicated and tied parameters, padded rows, some ranks with no row of some parameters."""
-    model, settings = tiny(3, tied, hidden=36, ffn=40, vocab=24), OptimizerSettings(learning_rate=1e-2, clip_norm=0.5)
+    model, settings = (
+        tiny(3, tied, hidden=36, ffn=40, vocab=24),
+        OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5),
+    )
     norms, parameters = sharded(model, text, settings, scale)
     wanted_norms, wanted = unfused(whole_weights(model), settings, scale)
     torch.testing.assert_close(norms, wanted_norms, rtol=1e-13, atol=0)

@@ -17,7 +17,7 @@ from shardwise.placement import Local, Move, stream_edges
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
-from shardwise.plan.shards import RankUnits, Storage, block_named, rank_units, tied_ranks
+from shardwise.plan.shards import RankUnits, Storage, block_named, gradient_moves, rank_units, tied_ranks
 from shardwise.schedule.lowering import Do, Instruction
 from shardwise.schedule.table import P2P
 from shardwise.schedule.table import Op as Act
@@ -161,13 +161,8 @@ def _add_storage(p: _Predictor, do: Do, storage: Storage, final: bool) -> None:
         payload = storage.padded_numel * compute
         p.add(storage.unit, Phase.UNSHARD, Kind.ALL_GATHER, ("dp_shard",), payload, precision.compute)
     elif do is Do.REDUCE:
-        if layout.zero:
-            payload = storage.padded_numel * wide
-            p.add(storage.unit, Phase.REDUCE, Kind.REDUCE_SCATTER, ("dp_shard",), payload, precision.accumulate)
-        if final:
-            for axes, numel in ((("dp_replicate",), storage.shard_numel), (("tp",), storage.partial_numel)):
-                if numel:
-                    p.add(storage.unit, Phase.REDUCE, Kind.ALL_REDUCE, axes, numel * wide, precision.accumulate)
+        for move in gradient_moves(storage, layout.zero, final):
+            p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, move.elements * wide, precision.accumulate)
     elif do is Do.TIE and storage.tied is not None:
         ranks = tuple(map(p.peer, tied_ranks(p.job.model, layout)))
         key = Key(storage.unit, Phase.TIE, "tied")

@@ -83,11 +83,6 @@ def unit_flops(model: Model, kind: str, cut: Cut, seq_len: int) -> tuple[OpFlops
     return tuple(found)
 
 
-def recomputed_flops(model: Model, kind: str, cut: Cut, seq_len: int) -> float:
-    """Hardware FLOPs of running a unit's forward again: all but the last op, whose result nobody needs."""
-    return sum(op.f for op in unit_flops(model, kind, cut, seq_len)[:-1])
-
-
 def flops_per_token(model: Model, seq_len: int) -> float:
     """Model FLOPs of training on one token: forward and twice that for backward, head once, lookup free."""
     cut = Cut(tokens=seq_len, tp=1, sp=False, compute_bytes=2, accumulate_bytes=4)

@@ -176,7 +176,11 @@ def _scaling(inner: _Reader) -> tuple[tuple[str, float], ...]:
         inner.faults.append(f"rope_type: found {_short(kind)}, wanted 'llama3' or 'default'")
         return ()
     inner.faults += [f"{key}: missing" for key in ROPE_KEYS if key not in inner.config]
-    return tuple((key, inner.number(key, 1.0)) for key in ROPE_KEYS)
+    values = {key: inner.number(key, 1.0) for key in ROPE_KEYS}
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if not inner.faults and low >= high:
+        inner.faults.append(f"low_freq_factor: found {low:g}, wanted less than high_freq_factor, {high:g}")
+    return tuple(values.items())
 
 
 FAMILIES: dict[str, Callable[[str, _Reader], Model]] = {"llama": _llama}

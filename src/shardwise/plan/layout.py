@@ -5,7 +5,7 @@ tp=8 pp=16 dp=128 zero=1 schedule=interleaved:2 mb=1
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise import schedule as schedules
@@ -15,6 +15,8 @@ KEYS = ("tp", "sp", "pp", "dp", "dp_replicate", "dp_shard", "zero", "schedule", 
 ZERO = (0, 1, 3)
 RECOMPUTE = ("none", "full")
 MAX_DEGREE = 1 << 24
+DEFAULT_SCHEDULE = "1f1b"
+"""Also the one that a single stage takes."""
 
 _HINTS = {
     "fsdp": "fsdp is dp_shard (x context parallel): write dp_shard=N zero=3",
@@ -37,8 +39,9 @@ class LayoutError(ValueError):
 class Layout:
     """Degrees and choices. `dp_replicate * dp_shard` data-parallel ranks; ZeRO shards over `dp_shard`.
 
-    `split` is the number of layers of each stage, empty for the default; `mb` the sequences of a micro-batch.
-    Use `normalised` on a layout made by hand, so that equal layouts compare equal.
+    `split` is the number of layers of each stage, empty for the default; `mb` the sequences of a micro-batch. Equal
+    layouts compare equal: ZeRO over one rank is no ZeRO, sequence parallelism over one rank none. Raises LayoutError
+    for values that no layout has.
     """
 
     tp: int = 1
@@ -47,10 +50,28 @@ class Layout:
     dp_replicate: int = 1
     dp_shard: int = 1
     zero: int = 0
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     split: tuple[int, ...] = ()
     mb: int = 1
     recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        numbers = {key: int(getattr(self, key)) for key in ("tp", "pp", "dp_replicate", "dp_shard", "mb")}
+        faults = [f"{key}={n}: wanted 1 or more" for key, n in numbers.items() if n < 1]
+        if self.zero not in ZERO:
+            faults.append(f"zero={self.zero}: wanted one of {', '.join(map(str, ZERO))}")
+        if self.recompute not in RECOMPUTE:
+            faults.append(f"recompute={self.recompute}: wanted one of {', '.join(RECOMPUTE)}")
+        if self.zero == 0 and self.dp_shard > 1:
+            faults.append(_shards_nothing(self.dp_replicate, self.dp_shard))
+        try:
+            schedules.parse(self.schedule)
+        except ValueError as error:
+            faults.append(f"schedule={self.schedule[:40]}: {error}")
+        if faults:
+            raise LayoutError(faults)
+        object.__setattr__(self, "zero", self.zero if self.dp_shard > 1 else 0)
+        object.__setattr__(self, "sp", self.sp and self.tp > 1)
 
     @property
     def dp(self) -> int:
@@ -73,11 +94,6 @@ class Layout:
         """Parts into which ZeRO cuts the model state: 1 without it."""
         return self.dp_shard if self.zero else 1
 
-    def normalised(self) -> Layout:
-        """ZeRO over one rank is no ZeRO, sequence parallelism over one rank none."""
-        zero = self.zero if self.dp_shard > 1 else 0
-        return replace(self, zero=zero, sp=self.sp and self.tp > 1)
-
     def __str__(self) -> str:
         parts: list[str] = []
 
@@ -93,7 +109,7 @@ class Layout:
         else:
             add("dp", self.dp, 1)
         add("zero", self.zero, 0)
-        add("schedule", self.schedule, "1f1b")
+        add("schedule", self.schedule, DEFAULT_SCHEDULE)
         add("split", ",".join(map(str, self.split)), "")
         parts.append(f"mb={self.mb}")
         add("recompute", self.recompute, "none")
@@ -137,7 +153,7 @@ class _Words:
 
 
 def parse(text: str) -> Layout:
-    """The layout that `text` spells, normalised. Raises LayoutError with all faults at once."""
+    """The layout that `text` spells. Raises LayoutError with all faults at once."""
     words = _Words(text)
     if "mb" not in words.values:
         words.faults.append("mb=: missing; write the sequences of a micro-batch, for example mb=1")
@@ -147,12 +163,12 @@ def parse(text: str) -> Layout:
         words.values["zero"] = "1"
     zero = int(words.choice("zero", tuple(map(str, ZERO)), "0"))
     replicate, shard = _data_parallel(words, zero)
-    name = words.values.get("schedule", "1f1b")
+    name = words.values.get("schedule", DEFAULT_SCHEDULE)
     try:
         schedules.parse(name)
     except ValueError as error:
         words.faults.append(f"schedule={name[:40]}: {error}")
-        name = "1f1b"
+        name = DEFAULT_SCHEDULE
     layout = Layout(
         tp=tp,
         sp=words.choice("sp", ("0", "1"), "1" if tp > 1 else "0") == "1",
@@ -167,7 +183,11 @@ def parse(text: str) -> Layout:
     )
     if words.faults:
         raise LayoutError(words.faults)
-    return layout.normalised()
+    return layout
+
+
+def _shards_nothing(replicate: int, shard: int) -> str:
+    return f"zero=0 shards nothing over dp_shard={shard}: write dp={replicate * shard}, or zero=1 or 3"
 
 
 def _data_parallel(words: _Words, zero: int) -> tuple[int, int]:
@@ -180,9 +200,8 @@ def _data_parallel(words: _Words, zero: int) -> tuple[int, int]:
         return (1, dp) if zero else (dp, 1)
     replicate, shard = words.integer("dp_replicate", 1), words.integer("dp_shard", 1)
     if not zero and shard > 1:
-        words.faults.append(
-            f"zero=0 shards nothing over dp_shard={shard}: write dp={replicate * shard}, or zero=1 or 3"
-        )
+        words.faults.append(_shards_nothing(replicate, shard))
+        return replicate * shard, 1
     return replicate, shard
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwise.plan.batch import Bools, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import DEFAULT_SCHEDULE, Layout
 from shardwise.results import Finding
 
 
@@ -99,7 +99,7 @@ def _split_broken(batch: LayoutBatch, job: Job) -> Bools:
 
 def _schedule_broken(batch: LayoutBatch, job: Job) -> Bools:
     del job
-    default = batch.names.index("1f1b") if "1f1b" in batch.names else -1
+    default = batch.names.index(DEFAULT_SCHEDULE) if DEFAULT_SCHEDULE in batch.names else -1
     return (batch.pp == 1) & (batch.schedule != default)
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from shardwise import schedule as schedules
+from shardwise.collective import Kind
+from shardwise.mesh import Axes
 from shardwise.model.spec import Block, Model, Parameter, Unit
 from shardwise.plan.layout import Layout, split_of
 
@@ -110,6 +113,26 @@ def make_storage(model: Model, unit: Unit, tp: int, sp: bool, shards: int, share
         records.append(record)
         offset += record.shard_numel
     return Storage(unit.name, shards, tuple(records))
+
+
+class GradientMove(NamedTuple):
+    """One collective on a unit's gradient: what moves along which axes, and how many elements it takes."""
+
+    kind: Kind
+    axes: Axes
+    elements: int
+
+
+def gradient_moves(storage: Storage, zero: int, final: bool) -> list[GradientMove]:
+    """How a unit's gradient is summed, in order: table 2's P -> S(0) over the shards' axis (with ZeRO), and once a
+    step (`final`) P -> I of the shard over the replicas, then of the prefix that is partial over tp.
+    """
+    moves = [GradientMove(Kind.REDUCE_SCATTER, ("dp_shard",), storage.padded_numel)] if zero else []
+    if final:
+        moves.append(GradientMove(Kind.ALL_REDUCE, ("dp_replicate",), storage.shard_numel))
+        if storage.partial_numel:
+            moves.append(GradientMove(Kind.ALL_REDUCE, ("tp",), storage.partial_numel))
+    return moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,8 @@ def _walk_best(job: Job, batch: LayoutBatch, peaks: Ints, keep: int, progress: P
 
 def family(layout: Layout) -> Layout:
     """What layouts share that differ in how their data-parallel ranks part into dp_replicate x dp_shard alone."""
-    return replace(layout, dp_replicate=layout.dp, dp_shard=1)
+    replicate, shard = (1, layout.dp) if layout.zero else (layout.dp, 1)
+    return replace(layout, dp_replicate=replicate, dp_shard=shard)
 
 
 def _of_families(found: Sequence[Candidate], keep: int) -> list[Candidate]:

@@ -8,13 +8,13 @@ import numpy as np
 
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.layout import RECOMPUTE
+from shardwise.plan.layout import DEFAULT_SCHEDULE, RECOMPUTE
 
 MAX_TP = 64
 MAX_MB = 16
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved:2", "interleaved:4", "interleaved:8", "zb-h1")
-"""Schedules of a pipeline; the first is the one that a single stage takes."""
+SCHEDULES = (DEFAULT_SCHEDULE, "gpipe", "interleaved:2", "interleaved:4", "interleaved:8", "zb-h1")
+"""Schedules of a pipeline; the first is also the one of a single stage."""
 
 
 def divisors(n: int) -> list[int]:

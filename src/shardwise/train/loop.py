@@ -53,10 +53,6 @@ class StepReport:
     tokens: int
     seconds: float
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
 
 OnStep = Callable[[StepReport], None]
 
@@ -132,9 +128,7 @@ def _run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size(world_size)))
     labels = Labels()
     comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
-    optimizer = OptimizerSettings(
-        settings.learning_rate, weight_decay=settings.weight_decay, clip_norm=settings.clip_norm
-    )
+    optimizer = OptimizerSettings.of(settings)
     built = build_rank(plan.job, plan.layout, comm, labels, seed=settings.seed, settings=optimizer)
     reports = _steps(built, corpus, steps, on_step if rank == 0 else None)
     close_world()  # not after a failure: peers would fail of it, and be heard before the cause

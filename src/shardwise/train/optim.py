@@ -9,6 +9,7 @@ import torch
 
 from shardwise.collective import Phase
 from shardwise.mesh import DATA, REPORT, SHARDED
+from shardwise.plan.plan import TrainSettings
 from shardwise.train.ops import IGNORE
 from shardwise.train.unit import UnitState
 from shardwise.train.world import World
@@ -18,11 +19,16 @@ from shardwise.train.world import World
 class OptimizerSettings:
     """AdamW (Loshchilov and Hutter 2019); `clip_norm` bounds the gradient's norm, 1-D parameters are not decayed."""
 
-    learning_rate: float = 3e-4
+    learning_rate: float
+    weight_decay: float
+    clip_norm: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+
+    @staticmethod
+    def of(settings: TrainSettings) -> OptimizerSettings:
+        """The part of a plan's settings that the optimizer takes."""
+        return OptimizerSettings(settings.learning_rate, settings.weight_decay, settings.clip_norm)
 
 
 class Optimizer:

@@ -10,6 +10,7 @@ from shardwise.collective import Labels
 from shardwise.model.spec import Unit
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
+from shardwise.plan.plan import TrainSettings
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.shards import RankUnits, logical_name, rank_units, tied_ranks
 from shardwise.train.comm import Comm
@@ -85,7 +86,7 @@ def build_rank(
     cut = job.cut(layout)
     shape = (cut.tokens // (layout.tp if layout.sp else 1), model.hidden)
     executor = Executor(world, held, modules, states, queue, shape, layout.recompute == "full")
-    optimizer = Optimizer(states.values(), settings or OptimizerSettings())
+    optimizer = Optimizer(states.values(), settings or OptimizerSettings.of(TrainSettings()))
     return Rank(job, layout, world, states, executor, optimizer, wide, device)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.collective import Phase
+from shardwise.collective import Kind, Phase
 from shardwise.plan.job import Precision
-from shardwise.plan.shards import Record, Storage
+from shardwise.plan.shards import Record, Storage, gradient_moves
 from shardwise.train.comm import Work
 from shardwise.train.weights import Slot, shard_blocks
 from shardwise.train.world import TIED_AXES, World
@@ -125,20 +125,24 @@ class UnitState:
     def reduce(self, final: bool) -> None:
         """Sum this rank's gradient: over the shards' axis first, and when `final`, its shard over every other axis."""
         world, unit = self.world, self.storage.unit
-        group = world.group("dp_shard")
-        if self.zero and group is not None and self.gradient is not None:
-            out = self.gradient_shard if self.zero == 1 else torch.empty_like(self.gradient_shard)
-            with world.at(unit, Phase.REDUCE):
-                world.comm.reduce_scatter(out, self.gradient, group)
-            if self.zero == 3:
-                self.gradient_shard.add_(out)
-                self.gradient = None
-                self._open(None)
-        if final:
-            world.all_reduce(self.gradient_shard, ("dp_replicate",), unit, Phase.REDUCE)
-            if self.storage.partial_numel:
-                partial = self.gradient_shard[: self.storage.partial_numel]
-                world.all_reduce(partial, ("tp",), unit, Phase.REDUCE)
+        for move in gradient_moves(self.storage, self.zero, final):
+            if move.kind is Kind.REDUCE_SCATTER:
+                self._scatter()
+            else:
+                world.all_reduce(self.gradient_shard[: move.elements], move.axes, unit, Phase.REDUCE)
+
+    def _scatter(self) -> None:
+        """The whole gradient into this rank's shard: in place, or added to what earlier micro-batches left there."""
+        group = self.world.group("dp_shard")
+        if group is None or self.gradient is None:
+            raise RuntimeError(f"{self.storage.unit} has no whole gradient to scatter")
+        out = torch.empty_like(self.gradient_shard) if self.zero == 3 else self.gradient_shard
+        with self.world.at(self.storage.unit, Phase.REDUCE):
+            self.world.comm.reduce_scatter(out, self.gradient, group)
+        if self.zero == 3:
+            self.gradient_shard.add_(out)
+            self.gradient = None
+            self._open(None)
 
     def tie(self) -> None:
         """Sum the two copies of the tied weight, on matching shards."""

@@ -105,7 +105,7 @@ def run_line(of: ProofView) -> str:
     """What the dry run cost."""
     rest = ", the others continue by the period" if of.executed < of.micro_batches else ""
     ran = f"{format_count(of.executed)} of {format_count(of.micro_batches)} micro-batches executed{rest}"
-    return f"{ran}, in {format_seconds(of.seconds)}, with {format_bytes(of.max_rss_bytes)} of this machine's memory"
+    return f"{ran}, in {format_seconds(of.seconds)}, at most {format_bytes(of.max_rss_bytes)} of memory here so far"
 
 
 def differences(found: Sequence[DifferenceView]) -> Group:

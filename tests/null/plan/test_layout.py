@@ -26,7 +26,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         split=draw(st.sampled_from([(), (3, 1), (0, 2, 2, 0)])),
         mb=draw(st.integers(1, 64)),
         recompute=draw(st.sampled_from(["none", "full"])),
-    ).normalised()
+    )
 
 
 @given(layouts())
@@ -92,6 +92,27 @@ def test_all_faults_are_named_at_once() -> None:
     with pytest.raises(LayoutError) as error:
         parse("tp=0 zero=9 fsdp=2 schedule=no")
     assert len(error.value.faults) == 5  # and mb is missing
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp_shard": 2},
+        {"zero": 2, "dp_shard": 2},
+        {"recompute": "Full"},
+        {"tp": 0},
+        {"mb": -1},
+        {"schedule": "zb-v", "pp": 2},
+    ],
+)
+def test_a_layout_that_cannot_be_is_no_value(values: dict[str, int]) -> None:
+    with pytest.raises(LayoutError):
+        Layout(**values)  # type: ignore[arg-type]
+
+
+def test_equal_layouts_are_equal_values() -> None:
+    assert Layout(zero=3, dp_replicate=4) == Layout(dp_replicate=4)
+    assert Layout(sp=True) == Layout()
 
 
 def test_default_split() -> None:
