@@ -34,7 +34,7 @@ CHOSEN = (
     "tp=2 pp=2 schedule=zb-h1 mb=1",
     "tp=2 pp=2 dp=2 zero=1 mb=1",
 )
-UNDER_TORCHRUN = "tp=2 pp=2 mb=2"
+UNDER_TORCHRUN = CHOSEN[8]
 
 
 def work_of(text: str, tied: bool) -> Job:
