@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -226,16 +227,14 @@ def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: De
         legal(Request(chosen.job, chosen.layout))
         from shardwise.train.data import DataError
         from shardwise.train.launch import RankFailed
-        from shardwise.train.loop import WorldMismatchError, check, train
+        from shardwise.train.loop import WorldMismatchError, train
         from shardwise.view import training
 
         speaks = is_reporter() and not as_json
         try:
-            check(chosen)
-            if speaks:
-                terminal.line(training.opening(chosen))
             say = training.step_data if as_json else training.step_line
-            done = train(chosen, steps, lambda of: terminal.line(say(of)))
+            opening = partial(terminal.line, training.opening(chosen)) if speaks else None
+            done = train(chosen, steps, lambda of: terminal.line(say(of)), opening)
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:

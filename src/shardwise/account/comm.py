@@ -7,7 +7,7 @@ and how often: the rank's lowered row. Nothing here has seen the runtime.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.collective import Collective, Key, Kind, Ledger, Phase, axis_label
@@ -48,10 +48,9 @@ def unit_traffic(model: Model, kind: str, cut: Cut) -> tuple[Traffic, ...]:
     out: list[Traffic] = []
     for op in block.ops:
         out += _op_traffic(model, op, cut)
-    tail = block.ops[-1]
-    again = [t for t in out if t.phase is Phase.F and not (t.op == tail.name and tail.reduces)]
-    out += [Traffic(t.op, Phase.RECOMPUTE, t.kind, t.payload_bytes, t.wide) for t in again] if kind == "layer" else []
-    return tuple(out)
+    names = {op.name for op in block.recomputed}
+    again = [replace(t, phase=Phase.RECOMPUTE) for t in out if t.phase is Phase.F and t.op in names]
+    return (*out, *again)
 
 
 def issued(traffic: Traffic, act: Act, recompute: bool, split: bool) -> Phase | None:
@@ -144,7 +143,7 @@ def predict_ledger(job: Job, layout: Layout, rank: int, micro_batches: int | Non
 def _add_compute(p: _Predictor, unit: Unit, act: Act, count: int) -> None:
     """The edges of a unit's ops under one kind of action."""
     cut, precision = p.job.cut(p.layout), p.job.precision
-    recompute = p.layout.recompute == "full" and unit.block.kind == "layer"
+    recompute = p.layout.recompute == "full"
     for t in unit_traffic(p.job.model, unit.block.kind, cut):
         phase = issued(t, act, recompute, act is not Act.BW)
         if phase is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.model.spec import HEAD, LAYER, Block, Cut, Model, Op, Scratch, TensorDesc
+from shardwise.model.spec import HEAD, Block, Cut, Model, Op, Scratch, TensorDesc
 from shardwise.plan.shards import block_named
 
 
@@ -164,7 +164,7 @@ def _weight_peak(tensors: _Tensors, queue: list[tuple[Op, set[str]]]) -> int:
 def unit_memory(model: Model, kind: str, cut: Cut, recompute: bool) -> UnitMemory:
     """Memory of a unit of this kind. `recompute`: keep the input alone and run the forward again before B."""
     block = block_named(model, kind)
-    recompute = recompute and kind == LAYER
+    recompute = recompute and block.recomputable
     tensors = _Tensors(model, block, cut)
     source = tensors.total({tensors.owner[d.name] for d in block.inputs})
     f_peak, kept = _forward(block, tensors, keep=not recompute, dead_tail=False)

@@ -132,7 +132,7 @@ def layer() -> Block:
         swiglu,
         _row("mlp.down", "p", "r2", "y", Parameter("mlp.down.weight", "hf")),
     )
-    return Block("layer", (_t("x", "th"),), ops)
+    return Block("layer", (_t("x", "th"),), ops, recomputable=True)
 
 
 def head(tied: bool) -> Block:

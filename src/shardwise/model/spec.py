@@ -101,6 +101,8 @@ class Block:
     ops: tuple[Op, ...]
     tied: tuple[str, ...] = ()
     """Names of parameters that are the embedding's, under tied weights."""
+    recomputable: bool = False
+    """Whether full recompute keeps the unit's input alone; what leaves the model's ends is not worth a second run."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -109,6 +111,12 @@ class Block:
     @property
     def output(self) -> TensorDesc:
         return self.ops[-1].outputs[0]
+
+    @property
+    def recomputed(self) -> tuple[Op, ...]:
+        """Ops whose forward runs again under full recompute: of the last one only the node is made, nobody reads its
+        result."""
+        return self.ops[:-1] if self.recomputable else ()
 
     @property
     def backward_reads(self) -> bool:

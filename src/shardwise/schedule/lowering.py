@@ -138,7 +138,7 @@ class _Placing:
         final = {s: self.last_gradient[s] == self.index for s in used}
         opened = [Instruction(Do.OPEN, s) for s in used] if resharded else []
         due = [s for s in used if resharded or final[s]]
-        return opened, [Instruction(Do.REDUCE, s, step.stage, step.micro_batch, final[s]) for s in due]
+        return opened, [Instruction(Do.REDUCE, s, final=final[s]) for s in due]
 
 
 def _expand(action: Action, holdings: Holdings) -> list[Instruction]:

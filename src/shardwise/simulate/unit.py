@@ -14,6 +14,7 @@ from shardwise.account.compute import ATTENTION_BACKWARD, OpWork, unit_work
 from shardwise.cluster.device import Cluster
 from shardwise.model.spec import KINDS, Cut
 from shardwise.plan.job import Job
+from shardwise.plan.shards import block_named
 from shardwise.schedule.table import Op
 from shardwise.simulate.cost import Floats, Kernels, Links, collective_s, kernels, links
 
@@ -37,14 +38,14 @@ def unit_seconds(job: Job, cut: Cut, recompute: bool, split: bool) -> Floats:
     acts = (Op.F, Op.B, Op.W) if split else (Op.F, Op.BW)
     seconds = np.zeros((len(UNIT_CAUSES), len(OPS), len(KINDS)))
     for k, kind in enumerate(KINDS):
-        again = recompute and kind == "layer"
+        again = len(block_named(job.model, kind).recomputed) if recompute else 0
         work = unit_work(job.model, kind, cut, job.seq_len)
         per_op = np.array([_op_seconds(op, device) for op in work])  # [ops, F B W]
         seconds[0, :, k] = per_op.sum(axis=0)
-        seconds[1, 1, k] = per_op[:-1, 0].sum() if again else 0.0
+        seconds[1, 1, k] = per_op[:again, 0].sum()
         for traffic in unit_traffic(job.model, kind, cut):
             for row, act in enumerate(acts):
-                if issued(traffic, act, again, split):
+                if issued(traffic, act, recompute, split):
                     seconds[2, row, k] += collective_s(traffic.kind, traffic.payload_bytes, group)
     seconds.flags.writeable = False
     return seconds

@@ -57,16 +57,21 @@ class StepReport:
 OnStep = Callable[[StepReport], None]
 
 
-def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -> list[StepReport]:
+def train(
+    plan: Plan, steps: int | None = None, on_step: OnStep | None = None, on_start: Callable[[], None] | None = None
+) -> list[StepReport]:
     """Train, and return what each step reported (on the reporting process; elsewhere nothing).
 
     Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
-    run a torch operation. Raises WorldMismatchError or DataError before any rank starts, and RankFailed after.
+    run a torch operation. `on_start` is called once nothing more can be wrong with the input. Raises
+    WorldMismatchError or DataError before any rank starts, and RankFailed after.
     """
     settings = plan.train or TrainSettings()
     place = launched()
     _check_world(plan, place)
     corpus = _read_data(plan, settings)
+    if on_start is not None:
+        on_start()
     work = plan, settings, corpus, settings.steps if steps is None else steps
     if place is None:
         for name in LATE_IMPORTS:
@@ -81,12 +86,6 @@ def train(plan: Plan, steps: int | None = None, on_step: OnStep | None = None) -
         if isinstance(error, CommError):  # another rank has failed, most likely
             time.sleep(SECOND_S)
         raise RankFailed(rank, failure_of(error)) from error
-
-
-def check(plan: Plan) -> None:
-    """All that can be wrong before a rank starts: raises WorldMismatchError or DataError."""
-    _check_world(plan, launched())
-    _read_data(plan, plan.train or TrainSettings())
 
 
 def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:

@@ -74,7 +74,8 @@ class Executor:
         recompute: bool,
     ) -> None:
         self.world, self.units, self.modules, self.states = world, units, modules, states
-        self.queue, self.shape, self.recompute = queue, shape, recompute
+        self.queue, self.shape = queue, shape
+        self.again = {u.name for u in units.units if recompute and u.block.recomputable}
         self.kinds = {u.name: u.block.kind for u in units.units}
         self.placed = {s.index for s in units.stages}
         state = next(iter(states.values()))
@@ -131,7 +132,7 @@ class Executor:
     def _forward(self, x: Instruction, step: _Step) -> None:
         kind, mb = self.kinds[x.unit], x.micro_batch
         leaf = self._input(x, step)
-        again = self.recompute and kind == "layer"
+        again = x.unit in self.again
         with torch.set_grad_enabled(not again):
             y = self._call(x.unit, leaf, mb, step, dead=False)
         step.saved[x.unit, mb] = _Saved(leaf, None if again else get_gradient_edge(y))
