@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
 from cattrs import (
     AttributeValidationNote,
@@ -17,6 +18,8 @@ from cattrs import (
 from shardwise.cluster.device import Bounds, Cluster, ClusterError
 
 T = TypeVar("T")
+
+_LONGEST_TEXT: Final = 300
 
 
 class _UnwantedError(ValueError):
@@ -43,8 +46,9 @@ def to_dict(cluster: Cluster) -> dict[str, Any]:
 
 
 def _converter() -> Converter:
-    converter = Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter = Converter(forbid_extra_keys=True, omit_if_default=True, unstruct_collection_overrides={tuple: list})
     converter.register_structure_hook(str, _text)
+    converter.register_structure_hook(bool, _truth)
     converter.register_structure_hook_func(_is_bounded, _bounded)
     return converter
 
@@ -55,7 +59,15 @@ def _is_bounded(kind: Any) -> bool:
 
 def _text(value: object, _: Any) -> str:
     if not isinstance(value, str):
-        raise _UnwantedError(f"found {value!r}; wanted text")
+        raise _UnwantedError(f"found {reprlib.repr(value)}; wanted text")
+    if not value.isprintable() or len(value) > _LONGEST_TEXT:
+        raise _UnwantedError(f"found {reprlib.repr(value)}; wanted at most {_LONGEST_TEXT} printable characters")
+    return value
+
+
+def _truth(value: object, _: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _UnwantedError(f"found {reprlib.repr(value)}; wanted true or false")
     return value
 
 
@@ -63,7 +75,7 @@ def _bounded(value: object, kind: Any) -> float:
     number, bounds = get_args(kind)
     allowed = int if number is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or not bounds.low <= value <= bounds.high:
-        raise _UnwantedError(f"found {value!r}; wanted {_plainly(kind)}")
+        raise _UnwantedError(f"found {reprlib.repr(value)}; wanted {_plainly(kind)}")
     return number(value)
 
 
@@ -110,7 +122,9 @@ def _plainly(kind: Any) -> str:
         return f"{article} from {low:,.12g} to {high:,.12g} {unit}".rstrip()
     if kind is str:
         return "text"
-    return "a table" if get_origin(kind) is Mapping else "a list of tables"
+    if kind is bool:
+        return "true or false"
+    return "a table" if get_origin(kind) is Mapping else "a list"
 
 
 _CONVERTER = _converter()

@@ -1,5 +1,36 @@
 """What a cluster is made of: `Device`, `Level`, `Cluster`.
 
+A network without a short spelling is written as levels in a file, innermost first. Two data centres of 64 nodes, each
+with a spine that carries a quarter of what its leaves could send, joined by 100 Gb/s a node:
+
+    [[levels]]
+    name = "nvlink"
+    size = 8
+    bandwidth_GBps_per_device = 370
+    latency_s = 3.4e-6
+
+    [[levels]]
+    name = "leaf"
+    size = 128
+    bandwidth_GBps_per_device = 50
+    latency_s = 14e-6
+
+    [[levels]]
+    name = "spine"
+    size = 512
+    bandwidth_GBps_per_device = 50
+    latency_s = 18e-6
+    oversubscription = 4
+
+    [[levels]]
+    name = "wan"
+    size = 1024
+    bandwidth_GBps_per_device = 1.5625
+    latency_s = 5e-3
+
+A torus is the innermost level: `kind = "torus"`, `torus = [16, 20, 28]`, `wraps = [true, true, true]`; its bandwidth
+is that of one link, one way, of which an axis that wraps has two at each device.
+
 The fields are the keys of a cluster file, so they carry the unit and "per what"; the properties give the same in SI
 base units, which is what the program computes with. Every number is one that a person measured, read in a data sheet
 or assumed: `catalog/*.toml` says which.
@@ -10,12 +41,16 @@ or assumed: `catalog/*.toml` says which.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Annotated, Final, Literal, NamedTuple
 
 from shardwise.units import DTYPE_BYTES, GB, GIB
 
 MAX_DEVICES: Final = 2**20
 """More devices than any cluster has: beyond it, a count is taken for a slip of the pen."""
+
+MAX_LEVELS: Final = 8
+MAX_AXES: Final = 6
 
 
 class ClusterError(ValueError):
@@ -35,13 +70,17 @@ class Bounds(NamedTuple):
 
 
 Count = Annotated[int, Bounds(1, MAX_DEVICES, "")]
-FlopsPerS = Annotated[float, Bounds(1e6, 1e18, "FLOP/s")]
+FlopsPerS = Annotated[float, Bounds(1e6, 1e20, "FLOP/s")]
 GiB = Annotated[float, Bounds(0, 16384, "GiB")]
 UsableGiB = Annotated[float, Bounds(0.001, 16384, "GiB")]
 GBps = Annotated[float, Bounds(1e-3, 1e6, "GB/s")]
 Seconds = Annotated[float, Bounds(0, 0.1, "s")]
 Efficiency01 = Annotated[float, Bounds(0.001, 1, "of the peak")]
 Margin = Annotated[float, Bounds(0, 2, "of the tensor bytes")]
+Watts = Annotated[float, Bounds(0, 50_000, "W")]
+Oversubscription = Annotated[float, Bounds(1, 1024, "to 1")]
+ReductionShare = Annotated[float, Bounds(0, 1, "of the bandwidth")]
+Kind = Literal["switch", "mesh", "torus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +132,8 @@ class Device:
     assumed_memory: AssumedMemory
     peak_flops: Mapping[str, FlopsPerS] = field(hash=False)
     """FLOP/s of dense products in each dtype, from the data sheet (multiply and add are two)."""
+    power_W_per_device: Watts = 0
+    """Thermal design power, or the device's share of its system; 0: not known. The file says which."""
 
     def __post_init__(self) -> None:
         unknown = [dtype for dtype in self.peak_flops if dtype not in DTYPE_BYTES]
@@ -118,15 +159,43 @@ class Level:
     size: Count
     """Devices under one such domain; rank r is in domain r // size."""
     bandwidth_GBps_per_device: GBps
-    """One way, as a ring reaches it (bus bandwidth), not the sum of both directions."""
+    """One way, never the sum of both directions. By `kind`: all that a ring brings through a switch (bus bandwidth);
+    the link of one pair in a mesh; one link of a torus."""
     latency_s: Seconds
     """Of one hop: the alpha of a collective's cost."""
-    kind: Literal["switch"] = "switch"
+    kind: Kind = "switch"
+    """`mesh`: each pair of the devices has a link of its own; `torus`: neighbours along each axis have one."""
+    oversubscription: Oversubscription = 1
+    """Divides the bandwidth of the groups that cross this level."""
+    in_network_reduction_efficiency: ReductionShare = 0
+    """Share of the bandwidth at which the switch itself adds (NVLS, SHARP); 0: it does not."""
+    torus: tuple[Count, ...] = ()
+    """Devices along each axis, of a torus alone. Rank order is row-major: neighbours on the last axis come first."""
+    wraps: tuple[bool, ...] = ()
+    """Which axes of the torus are rings; the others are lines."""
+
+    def __post_init__(self) -> None:
+        faults: list[str] = []
+        if self.kind != "torus" and (self.torus or self.wraps):
+            faults.append(f"torus: found on a level of kind {self.kind!r}; wanted kind = 'torus', or no axes")
+        elif self.kind == "torus" and not 1 <= len(self.torus) <= MAX_AXES:
+            faults.append(f"torus: found {len(self.torus):,} axes; wanted 1 to {MAX_AXES}, such as [16, 20, 28]")
+        elif self.kind == "torus":
+            if prod(self.torus) != self.size:
+                faults.append(
+                    f"torus: found {'x'.join(map(str, self.torus))}; wanted axes that multiply to {self.size}"
+                )
+            if len(self.wraps) != len(self.torus):
+                faults.append(f"wraps: found {len(self.wraps):,} values; wanted one for each of {len(self.torus)} axes")
+        if self.kind != "switch" and self.in_network_reduction_efficiency:
+            faults.append("in_network_reduction_efficiency: only a switch adds; wanted 0, or kind = 'switch'")
+        if faults:
+            raise ClusterError(faults)
 
     @property
     def bytes_per_s(self) -> float:
-        """Per device, one way."""
-        return self.bandwidth_GBps_per_device * GB
+        """Per device, one way, of a group that crosses this level."""
+        return self.bandwidth_GBps_per_device * GB / self.oversubscription
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +216,8 @@ class Cluster:
             faults.append(f"nodes: {self.world_size:,} devices in all; at most {MAX_DEVICES:,} are planned for")
         if not sizes:
             faults.append("levels: empty; wanted at least the network inside a node")
+        elif len(sizes) > MAX_LEVELS:
+            raise ClusterError([*faults, f"levels: found {len(sizes):,}; at most {MAX_LEVELS} are planned for"])
         elif sizes[0] != self.devices_per_node or sizes[-1] != self.world_size:
             faults.append(
                 f"levels: sizes are {sizes}; wanted the first to be devices_per_node = {self.devices_per_node} "
@@ -155,6 +226,11 @@ class Cluster:
         for i, (inner, outer) in enumerate(pairwise(sizes)):
             if outer <= inner or outer % inner:
                 faults.append(f"levels[{i + 1}].size: found {outer}; wanted a larger multiple of the {inner} inside it")
+        faults += [
+            f"levels[{i}].kind: found {level.kind!r}; wanted 'switch': only levels[0], a node's own network, is another"
+            for i, level in enumerate(self.levels)
+            if i and level.kind != "switch"
+        ]
         if faults:
             raise ClusterError(faults)
 

@@ -11,17 +11,13 @@ worst placed one counts, since every step waits for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from math import prod
+from functools import lru_cache
+from math import gcd
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.cluster.device import Cluster, Level
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-IntLike = int | npt.NDArray[np.integer]
+from shardwise.cluster.torus import Factor, Floats, IntLike, Ints, footprint, members_of
 
 
 def group_placement(stride: IntLike, size: IntLike, devices_per_node: IntLike) -> tuple[Ints, Ints]:
@@ -38,23 +34,40 @@ def group_placement(stride: IntLike, size: IntLike, devices_per_node: IntLike) -
     even = (g % (s * n) == 0) | (s >= g) | ((g % s == 0) & (s * n % g == 0))
     if not even.all():
         members, nodes = np.array(members), np.array(nodes)
-        members[~even], nodes[~even] = _worst_placement(s[~even], n[~even], g[~even])
+        rows, inverse = np.unique(np.stack([s[~even], n[~even], g[~even]]), axis=1, return_inverse=True)
+        worst = np.array([_worst_placement(*row) for row in rows.T.tolist()])
+        members[~even], nodes[~even] = worst[inverse.ravel()].T
     return np.asarray(members), np.asarray(nodes)
 
 
-def _worst_placement(s: Ints, n: Ints, g: Ints) -> tuple[Ints, Ints]:
+@lru_cache(maxsize=4096)
+def _worst_placement(s: int, n: int, g: int) -> tuple[int, int]:
     """Over every place inside a node where a group of a mesh can start; stride < devices_per_node."""
-    fewest, most = n.copy(), np.ones_like(n)
-    period = np.gcd(s * n, g)  # blocks of s * n ranks start at multiples of it
-    for start in range(int(g.max())):
-        reached = (start < g) & (start % period < s)
-        first = np.minimum(n, -(-(g - start) // s))
-        end = start + (n - 1) * s
-        last = np.where(end < g, n, end % g // s + 1)
-        between = np.where(end // g >= 2, g // s, n)
-        fewest = np.where(reached, np.minimum.reduce([fewest, first, last, between]), fewest)
-        most = np.where(reached, np.maximum(most, end // g + 1), most)
-    return fewest, most
+    period = gcd(s * n, g)  # blocks of s * n ranks start at multiples of it
+    start = np.arange(g)
+    start = start[start % period < s]
+    first = np.minimum(n, -(-(g - start) // s))
+    end = start + (n - 1) * s
+    last = np.where(end < g, n, end % g // s + 1)
+    between = np.where(end // g >= 2, g // s, n)
+    return int(np.minimum.reduce([first, last, between]).min()), int((end // g).max()) + 1
+
+
+def placements(cluster: Cluster, *factors: Factor) -> list[tuple[Ints, Ints]]:
+    """(members in a domain, domains) of the groups `[(stride, size), ...]`, for each level of the network.
+
+    Ranks that a group has under one domain of the level, fewest, and the domains that it touches, most; the outermost
+    level holds every group whole. Columns broadcast. Factors that continue each other count as one.
+    """
+    joined, found = _joined(factors), list[tuple[Ints, Ints]]()
+    size = members_of(joined)
+    for level in cluster.levels[:-1]:
+        members, domains = np.ones_like(size), np.ones_like(size)
+        for stride, n in joined:
+            inside, touched = group_placement(stride, n, level.size)
+            members, domains = members * inside, domains * touched
+        found.append((members, domains))
+    return [*found, (size, np.ones_like(size))]
 
 
 def level_of_group(cluster: Cluster, group: Sequence[tuple[int, int]]) -> Level:
@@ -62,11 +75,8 @@ def level_of_group(cluster: Cluster, group: Sequence[tuple[int, int]]) -> Level:
 
     Raises ValueError if the group reaches beyond the cluster.
     """
-    factors = _merged(cluster, group)
-    for level in cluster.levels[:-1]:
-        if all(group_placement(stride, size, level.size)[1] == 1 for stride, size in factors):
-            return level
-    return cluster.levels[-1]
+    placed = placements(cluster, *_merged(cluster, group))
+    return next(level for level, (_, domains) in zip(cluster.levels, placed, strict=True) if domains == 1)
 
 
 def bandwidth(cluster: Cluster, group: Sequence[tuple[int, int]]) -> float:
@@ -76,22 +86,48 @@ def bandwidth(cluster: Cluster, group: Sequence[tuple[int, int]]) -> float:
     network carries. Sibling groups run at the same time on cards of their own. Raises ValueError if the group reaches
     beyond the cluster.
     """
-    factors = _merged(cluster, group)
-    rate = cluster.levels[0].bytes_per_s
-    for inner, outer in pairwise(cluster.levels):
-        placed = [group_placement(stride, size, inner.size) for stride, size in factors]
-        if any(domains > 1 for _, domains in placed):
-            rate = min(rate, prod(int(members) for members, _ in placed) * outer.bytes_per_s)
+    return float(bandwidths(cluster, *_merged(cluster, group)))
+
+
+def bandwidths(cluster: Cluster, *factors: Factor) -> Floats:
+    """`bandwidth` of many groups at once, in bytes/s; columns broadcast."""
+    placed = placements(cluster, *factors)
+    rate = inside_rate(cluster, factors, placed[0][1])
+    for (members, domains), outer in zip(placed, cluster.levels[1:], strict=False):
+        crossed = np.minimum(rate, members * outer.bytes_per_s)
+        rate = np.where(domains > 1, crossed, rate)
     return rate
 
 
-def bandwidths(cluster: Cluster, stride: IntLike, size: IntLike) -> Floats:
-    """`bandwidth` of many groups at once, each one arithmetic progression; arguments broadcast, result in bytes/s."""
-    rate = np.full(np.broadcast_shapes(np.shape(stride), np.shape(size)), cluster.levels[0].bytes_per_s)
-    for inner, outer in pairwise(cluster.levels):
-        members, domains = group_placement(stride, size, inner.size)
-        rate = np.where(domains > 1, np.minimum(rate, members * outer.bytes_per_s), rate)
-    return rate
+def inside_rate(cluster: Cluster, factors: Sequence[Factor], domains: Ints) -> Floats:
+    """Bytes/s, one way, that the innermost level brings a rank of groups that touch so many of its domains.
+
+    All of a switch; the links to the other members in a mesh, which do not bound a group with one member in each; the
+    links of the axes of a torus.
+    """
+    level = cluster.levels[0]
+    if level.kind == "torus":
+        return footprint(level, *within(level, factors)).ports * level.bytes_per_s
+    if level.kind == "switch":
+        return np.full(domains.shape, level.bytes_per_s)
+    peers = np.maximum(members_of(within(level, factors)) - 1, 1)
+    return np.where(domains < members_of(factors), peers * level.bytes_per_s, np.inf)
+
+
+def within(level: Level, factors: Sequence[Factor]) -> list[Factor]:
+    """The part of each factor that lies under one domain of the level."""
+    return [(stride, group_placement(stride, n, level.size)[0]) for stride, n in _joined(factors)]
+
+
+def _joined(factors: Sequence[Factor]) -> list[Factor]:
+    """Neighbours that continue each other joined, where all of their groups do."""
+    joined: list[Factor] = []
+    for stride, size in factors:
+        if joined and np.array_equal(np.asarray(joined[-1][0]) * np.asarray(joined[-1][1]), np.asarray(stride)):
+            joined[-1] = (joined[-1][0], np.asarray(joined[-1][1]) * np.asarray(size))
+        else:
+            joined.append((stride, size))
+    return joined
 
 
 def _merged(cluster: Cluster, group: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -111,7 +111,7 @@ def test_a_third_level_is_crossed_with_as_many_links_as_the_group_has_members_un
     assert bandwidth(three, [(8, 64)]) == 50 * GBPS  # four members under a leaf bring 4 x 12.5
     assert bandwidth(three, [(32, 16)]) == 12.5 * GBPS
     assert bandwidth(three, [(1, 512)]) == 370 * GBPS
-    assert bandwidths(three, np.array([8, 8, 32, 1]), np.array([4, 64, 16, 512])).tolist() == [
+    assert bandwidths(three, (np.array([8, 8, 32, 1]), np.array([4, 64, 16, 512]))).tolist() == [
         bandwidth(three, group) for group in ([(8, 4)], [(8, 64)], [(32, 16)], [(1, 512)])
     ]
 
@@ -147,7 +147,7 @@ def test_uneven_nested_groups_are_never_promised_too_much(degrees: tuple[int, ..
 def test_many_at_once_equal_one_by_one(stride: int, size: int) -> None:
     if stride + size > 14:
         return
-    many = bandwidths(H100, np.array([1 << stride, 1]), 1 << size)
+    many = bandwidths(H100, (np.array([1 << stride, 1]), 1 << size))
     assert many.tolist() == [bandwidth(H100, [(1 << stride, 1 << size)]), bandwidth(H100, [(1, 1 << size)])]
 
 
