@@ -8,7 +8,9 @@ from shardwise.model.spec import Model
 from shardwise.plan.job import PRECISIONS, Job
 
 
-def tiny(layers: int = 4, tied: bool = False, hidden: int = 32, ffn: int = 48, vocab: int = 40) -> Model:
+def tiny(
+    layers: int = 4, tied: bool = False, hidden: int = 32, ffn: int = 48, vocab: int = 40, kv_heads: int = 8
+) -> Model:
     """8 heads of 4, 8 kv heads: every tp up to 8 is legal. Rows do not divide evenly into every number of shards."""
     return from_config(
         {
@@ -17,7 +19,7 @@ def tiny(layers: int = 4, tied: bool = False, hidden: int = 32, ffn: int = 48, v
             "intermediate_size": ffn,
             "num_hidden_layers": layers,
             "num_attention_heads": 8,
-            "num_key_value_heads": 8,
+            "num_key_value_heads": kv_heads,
             "head_dim": 4,
             "vocab_size": vocab,
             "tie_word_embeddings": tied,

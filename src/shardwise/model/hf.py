@@ -1,198 +1,59 @@
-"""A Hugging Face `config.json` -> Model. One small function a family."""
+"""A Hugging Face `config.json` -> Model: reading the file; `families` has what its keys mean."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, cast
 
-from shardwise.model import blocks
+from shardwise.model.families import FAMILIES, abstract
+from shardwise.model.read import ModelError, Reader, short
 from shardwise.model.spec import Model
-
-MAX_DIM = 1 << 24
-"""Larger than any real dim (vocabularies reach 2^18), small enough that no product of a few overflows a float."""
-
-MAX_LAYERS = 1 << 12
-"""Far more than any real model has, few enough that every layer's collectives can be listed one by one."""
 
 MAX_FILE_BYTES = 1 << 20
 
-MANY_KEYS = 200
-"""Keys of a config among which a misspelt one is looked for."""
+_KEYS = """
+model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+vocab_size tie_word_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters hidden_act attention_bias
+mlp_bias num_loops sliding_window sliding_window_pattern use_sliding_window max_window_layers layer_types
+hidden_activation
+num_local_experts num_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step mlp_only_layers
+n_routed_experts n_shared_experts first_k_dense_replace num_nextn_predict_layers q_lora_rank kv_lora_rank
+qk_nope_head_dim qk_rope_head_dim v_head_dim
+n_embd n_inner n_layer n_head n_positions layer_norm_epsilon activation_function
+hybrid_override_pattern mtp_hybrid_override_pattern mlp_hidden_act mamba_hidden_act mamba_num_heads mamba_head_dim
+ssm_state_size n_groups conv_kernel chunk_size use_bias use_conv_bias moe_shared_expert_intermediate_size
+moe_latent_size
+n_embed n_ctx max_position_embeddings num_mtp_layers layers_block_type mtp_layers_block_type text_config vision_config
+mamba_d_state mamba_n_groups mamba_chunk_size mamba_d_conv norm_eps _sliding_window_pattern experts_per_token
+attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar use_bidirectional_attention clip_qkv alibi
+apply_residual_connection_post_layernorm quantization_config swiglu_limit swiglu_alpha moe_layer_freq residual_in_fp32
+D F L G V
+"""
 
-DIMS: Final = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
-
-KEYS: Final = (
-    "model_type",
-    *DIMS,
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-)
-"""Keys of a config that are read. Hugging Face's files have many more, which say nothing about the model."""
-
-INERT: Final[Mapping[str, tuple[object, ...]]] = {
-    "partial_rotary_factor": (None, 1, 1.0),
-    "sliding_window": (None,),
-    "quantization_config": (None,),
-    "num_local_experts": (None, 1),
-    "attention_dropout": (None, 0, 0.0),
-}
-"""Keys that would make another model of it, with the values at which they do not."""
-
-
-class ModelError(ValueError):
-    """A model description that cannot be used; `faults` says all that is wrong with it."""
-
-    def __init__(self, where: str, faults: list[str]) -> None:
-        self.faults = faults
-        super().__init__("\n".join(f"{where}: {fault}" for fault in faults))
-
-
-class _Reader:
-    """Reads keys of one config and collects every fault."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.faults: list[str] = []
-
-    def integer(self, key: str, default: int | None = None, most: int = MAX_DIM) -> int:
-        value = self.config.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            others = [k for k in list(self.config)[:MANY_KEYS] if k not in KEYS] if value is None else []
-            near = get_close_matches(key, others, n=1, cutoff=0.8)
-            hint = f"; is {_short(near[0])} meant?" if near else ""
-            self.faults.append(f"{key}: found {_short(value)}, wanted a whole number from 1 to {most:,}{hint}")
-            return 1
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
-            self.faults.append(f"{key}: found {_short(value)}, wanted a positive number")
-            return default
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key, default)
-        if not isinstance(value, bool):
-            self.faults.append(f"{key}: found {_short(value)}, wanted true or false")
-            return default
-        return value
-
-
-def _short(value: object) -> str:
-    try:
-        text = "nothing" if value is None else repr(value)
-    except (RecursionError, ValueError):  # nested too deeply; an integer of too many digits
-        text = "a value beyond all bounds"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _llama(name: str, read: _Reader) -> Model:
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    kv_heads = read.integer("num_key_value_heads", default=heads)
-    if read.config.get("head_dim") is None and hidden % heads:
-        read.faults.append(f"num_attention_heads: {heads} heads do not divide hidden_size {hidden}; set head_dim")
-    head_dim = read.integer("head_dim", default=max(1, hidden // heads))
-    if heads % kv_heads:
-        read.faults.append(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
-    if head_dim % 2:
-        read.faults.append(f"head_dim: {head_dim} is odd, rotary embeddings turn pairs")
-    for key in ("attention_bias", "mlp_bias"):
-        if read.flag(key, False):
-            read.faults.append(f"{key}: true is not supported, these blocks have no biases")
-    activation = read.config.get("hidden_act", "silu")
-    if activation != "silu":
-        read.faults.append(f"hidden_act: found {_short(activation)}, wanted 'silu'")
-    for key, harmless in INERT.items():
-        if (found := read.config.get(key)) not in harmless:
-            read.faults.append(f"{key}: found {_short(found)}, which these blocks do not have")
-    tied = read.flag("tie_word_embeddings", False)
-    theta, scaling = _rope(read)
-    return Model(
-        name=name,
-        layers=read.integer("num_hidden_layers", most=MAX_LAYERS),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        ffn=read.integer("intermediate_size"),
-        vocab=read.integer("vocab_size"),
-        tied=tied,
-        norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        blocks=(blocks.embedding(), blocks.layer(), blocks.head(tied)),
-    )
-
-
-ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def _rope(read: _Reader) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """The rotation's base, and Llama 3.1's stretched frequencies or nothing; from the keys of either version."""
-    key = "rope_scaling" if read.config.get("rope_parameters") is None else "rope_parameters"
-    found = read.config.get(key)
-    if found is None:
-        return read.number("rope_theta", 10000.0), ()
-    if not isinstance(found, Mapping):
-        read.faults.append(f"{key}: found {_short(found)}, wanted a table")
-        return 1.0, ()
-    table = cast("Mapping[str, Any]", found)
-    inner = _Reader(table)
-    theta = inner.number("rope_theta", 10000.0) if "rope_theta" in table else read.number("rope_theta", 10000.0)
-    scaling = _scaling(inner)
-    read.faults += [f"{key}.{fault}" for fault in inner.faults]
-    return theta, scaling
-
-
-def _scaling(inner: _Reader) -> tuple[tuple[str, float], ...]:
-    kind = inner.config.get("rope_type", inner.config.get("type"))
-    if kind == "default":
-        return ()
-    if kind != "llama3":
-        inner.faults.append(f"rope_type: found {_short(kind)}, wanted 'llama3' or 'default'")
-        return ()
-    inner.faults += [f"{key}: missing" for key in ROPE_KEYS if key not in inner.config]
-    values = {key: inner.number(key, 1.0) for key in ROPE_KEYS}
-    low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if not inner.faults and low >= high:
-        inner.faults.append(f"low_freq_factor: found {low:g}, wanted less than high_freq_factor, {high:g}")
-    return tuple(values.items())
-
-
-FAMILIES: dict[str, Callable[[str, _Reader], Model]] = {"llama": _llama}
+KEYS: Final = tuple(_KEYS.split())
+"""Keys of a config that some family reads. Hugging Face's files have many more, which say nothing about the model."""
 
 
 def from_config(config: Mapping[str, Any], name: str, where: str = "model") -> Model:
     """The model that a Hugging Face config describes. Raises ModelError with all faults at once."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(where, [f"model_type: found {_short(family)}, wanted one of {', '.join(sorted(FAMILIES))}"])
-    read = _Reader(config)
+        near = get_close_matches(family, FAMILIES, n=1) if isinstance(family, str) else []
+        hint = f"; the nearest is {near[0]}" if near else ""
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(where, [f"model_type: found {short(family)}, wanted one of {known}{hint}"])
+    read = Reader(config)
+    read.meant["model_type"] = family
     model = FAMILIES[family](name, read)
+    read.unread()
     if read.faults:
         raise ModelError(where, read.faults)
     return model
@@ -200,22 +61,7 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "model") -> M
 
 def to_config(model: Model) -> dict[str, Any]:
     """The config of a model, in Hugging Face's keys: `from_config` reads it back."""
-    config: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab,
-        "tie_word_embeddings": model.tied,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-    }
-    if model.rope_scaling:
-        config["rope_scaling"] = {"rope_type": "llama3", **dict(model.rope_scaling)}
-    return config
+    return json.loads(model.config)
 
 
 def catalog() -> list[str]:
@@ -225,10 +71,16 @@ def catalog() -> list[str]:
 
 
 def load_model(spec: str) -> Model:
-    """A catalogue name, a `config.json`, or a folder that holds one. Raises ModelError."""
+    """A catalogue name, a `config.json`, a folder that holds one, or sizes for the whiteboard. Raises ModelError.
+
+    "mlp:D=16384,F=53248,L=126" is D -> F -> D, L times (G=1: gated; V: vocabulary); "gpt:L=24,h=2304,a=24" a GPT.
+    """
     if spec in catalog():
         text = (resources.files("shardwise.model") / "catalog" / f"{spec}.json").read_text(encoding="utf-8")
         return from_config(json.loads(text), spec, spec)
+    kind, colon, sizes = spec.partition(":")
+    if colon and kind in WHITEBOARD:
+        return _whiteboard(spec, kind, sizes)
     path = Path(spec)
     if path.is_dir():
         path /= "config.json"
@@ -236,6 +88,51 @@ def load_model(spec: str) -> Model:
         raise ModelError(spec, [_nothing_there(spec, path)])
     named = path.resolve()
     return from_config(_read_json(path), _name(named.parent if named.name == "config.json" else named), str(path))
+
+
+WHITEBOARD: Final[Mapping[str, Mapping[str, str]]] = {
+    "mlp": {key: key for key in abstract.KEYS},
+    "gpt": {"L": "n_layer", "h": "n_embd", "a": "n_head", "f": "n_inner", "V": "vocab_size", "s": "n_positions"},
+}
+"""The keys of a config that letters stand for."""
+
+_GIVEN: Final[Mapping[str, Mapping[str, object]]] = {
+    "mlp": {"model_type": "mlp"},
+    # The vocabulary and length of Narayanan et al.
+    "gpt": {"model_type": "gpt2", "vocab_size": 51200, "n_positions": 2048},
+}
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, seq_len: int = 2048) -> Model:
+    """A GPT of these sizes, as Narayanan et al. (2104.04473, table 1) train them. Raises ModelError."""
+    return load_model(f"gpt:L={layers},h={hidden},a={heads},V={vocab},s={seq_len}")
+
+
+def _whiteboard(spec: str, kind: str, sizes: str) -> Model:
+    """A model from letters and sizes."""
+    letters, name = WHITEBOARD[kind], _printable(spec)
+    given: dict[str, int] = {}
+    faults: dict[str, str] = {}
+    for part in sizes.split(",", maxsplit=2 * len(letters)):
+        letter, equals, value = (x.strip() for x in part.partition("="))
+        if not equals or letter not in letters:
+            faults[short(part)] = f"wanted letter=size, with a letter of {', '.join(letters)}"
+        elif letters[letter] in given:
+            faults[letter] = "is there more than once"
+        elif not re.fullmatch(r"-?[0-9]{1,40}", value):
+            faults[letter] = f"found {short(value)}, wanted a whole number"
+        else:
+            given[letters[letter]] = int(value)
+    back = {key: letter for letter, key in letters.items()}
+    try:
+        model = from_config({**_GIVEN[kind], **given}, name, name)
+    except ModelError as error:
+        for key, _, said in (fault.partition(": ") for fault in error.faults):
+            faults.setdefault(back.get(key, key), said)
+    else:
+        if not faults:
+            return model
+    raise ModelError(name, [f"{where}: {said}" for where, said in faults.items()])
 
 
 def _nothing_there(spec: str, path: Path) -> str:
@@ -251,8 +148,11 @@ def _nothing_there(spec: str, path: Path) -> str:
 
 def _name(path: Path) -> str:
     """A model's name from its file or folder: printable, and never empty."""
-    name = path.stem if path.suffix == ".json" else path.name
-    return "".join(c if c.isprintable() else "?" for c in name)[:200] or "model"
+    return _printable(path.stem if path.suffix == ".json" else path.name)
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name[:200]) or "model"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -292,5 +192,5 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"{_short(twice)} is there more than once")
+        raise ValueError(f"{short(twice)} is there more than once")
     return found

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.model import hf
+from shardwise.model.families.llama import ROPE_KEYS
 from shardwise.model.hf import ModelError, from_config, load_model, to_config
+from shardwise.model.read import INERT, MAX_LAYERS
 from shardwise.model.spec import Model
 
 QUICK_S = 2.0
@@ -85,16 +87,17 @@ def test_what_a_config_leaves_out_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": ["llama"]}, "model_type: found ['llama'], wanted one of llama"),
+        ({"model_type": ["llama"]}, "model_type: found ['llama'], wanted one of bloom, deepseek_v2"),
         ({"model_type": {"a": 1}}, "model_type: found {'a': 1}"),
         ({"model_type": None}, "model_type: found nothing"),
-        ({"model_type": "qwen2"}, "wanted one of llama"),
+        ({"model_type": "qwen2_moe"}, "; the nearest is qwen3_moe"),
+        ({"model_type": "llama4"}, "; the nearest is llama"),
         ({"hidden_size": float("nan")}, "hidden_size: found nan"),
         ({"hidden_size": True}, "hidden_size: found True"),
         ({"hidden_size": 4096.0}, "hidden_size: found 4096.0"),
         ({"vocab_size": 10**4000}, "vocab_size: found 1000000"),
         ({"vocab_size": 10**5000}, "vocab_size: found a value beyond all bounds"),
-        ({"num_hidden_layers": hf.MAX_LAYERS + 1}, "wanted a whole number from 1 to 4,096"),
+        ({"num_hidden_layers": MAX_LAYERS + 1}, "wanted a whole number from 1 to 4,096"),
         ({"rope_theta": float("inf")}, "rope_theta: found inf, wanted a positive number"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: found -1"),
         ({"num_key_value_heads": 7}, "7 does not divide num_attention_heads 32"),
@@ -121,7 +124,7 @@ def test_all_faults_are_said_at_once_and_a_misspelt_key_is_named() -> None:
     config = {**real(), "vocab_size": 0, "hiden_size": 4096, "rope_scaling": {"rope_type": "llama3"}}
     del config["hidden_size"]
     said = faults(config)
-    for words in ("is 'hiden_size' meant?", "vocab_size: found 0", *(f"rope_scaling.{key}" for key in hf.ROPE_KEYS)):
+    for words in ("is 'hiden_size' meant?", "vocab_size: found 0", *(f"rope_scaling.{key}" for key in ROPE_KEYS)):
         assert words in said
 
 
@@ -189,12 +192,18 @@ ODD = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-KEYS = st.sampled_from([*hf.KEYS, *hf.INERT, *(f"rope_scaling.{key}" for key in ("rope_type", *hf.ROPE_KEYS))])
+KEYS = st.sampled_from([*hf.KEYS, *INERT, *(f"rope_scaling.{key}" for key in ("rope_type", *ROPE_KEYS))])
 
 
-@given(st.lists(st.tuples(KEYS, st.none() | ODD), max_size=4), st.lists(KEYS, max_size=3))
-def test_a_mutated_config_is_a_model_or_a_model_error(changes: list[tuple[str, Any]], drops: list[str]) -> None:
-    config = real()
+@given(
+    st.sampled_from([*hf.catalog(), "llama-3.1-8b"]),
+    st.lists(st.tuples(KEYS, st.none() | ODD), max_size=4),
+    st.lists(KEYS, max_size=3),
+)
+def test_a_mutated_config_is_a_model_or_a_model_error(
+    name: str, changes: list[tuple[str, Any]], drops: list[str]
+) -> None:
+    config = real(name)
     for key, value in changes:
         outer, _, inner = key.partition(".")
         if inner and isinstance(config.get(outer), dict):
@@ -208,6 +217,7 @@ def test_a_mutated_config_is_a_model_or_a_model_error(changes: list[tuple[str, A
     assert time.perf_counter() - started < QUICK_S
     if isinstance(found, Model):
         assert found.parameters > 0
+        assert set(to_config(found)) <= set(hf.KEYS)
         assert from_config(to_config(found), "it") == found
     else:
         assert found.faults
