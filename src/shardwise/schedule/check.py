@@ -41,8 +41,9 @@ def _fail(schedule: Schedule, findings: Iterator[str]) -> None:
 def _actions(schedule: Schedule) -> Iterator[str]:
     """Wrong rank, wrong count, or a stage that mixes BW with B and W for one micro-batch."""
     for rank, row in enumerate(schedule.rows):
-        held = schedule.stages_of(rank)
-        yield from (f"rank {rank} runs {action} but holds stages {held}" for action in row if action.stage not in held)
+        held = [{s for s, r in enumerate(copy) if r == rank} for copy in schedule.placement]
+        strange = (a for a in row if a.stage not in held[schedule.copy_of(a.micro_batch)])
+        yield from (f"rank {rank} runs {a} but holds stages {_held(schedule, rank, a)}" for a in strange)
     count = Counter(action for row in schedule.rows for action in row)
     expected = {(s, i) for s in range(schedule.stages) for i in range(schedule.micro_batches)}
     for stage, i in sorted({(a.stage, a.micro_batch) for a in count} - expected):
@@ -51,6 +52,14 @@ def _actions(schedule: Schedule) -> Iterator[str]:
         f, b, w, bw = (count[Action(op, stage, i)] for op in (Op.F, Op.B, Op.W, Op.BW))
         if (f, b, w, bw) not in {(1, 1, 1, 0), (1, 0, 0, 1)}:
             yield f"stage {stage}, micro-batch {i}: {f} F, {b} B, {w} W, {bw} BW (needs F and BW, or F, B and W)"
+
+
+def _held(schedule: Schedule, rank: int, action: Action) -> str:
+    if schedule.copies == 1:
+        return str(schedule.stages_of(rank))
+    copy = schedule.copy_of(action.micro_batch)
+    stages = tuple(s for s, r in enumerate(schedule.placement[copy]) if r == rank)
+    return f"{stages} of copy {copy}, which takes micro-batch {action.micro_batch}"
 
 
 def _order(schedule: Schedule, rows: Sequence[Sequence[Step]]) -> Iterator[str]:
@@ -66,25 +75,23 @@ def _order(schedule: Schedule, rows: Sequence[Sequence[Step]]) -> Iterator[str]:
 
 def _messages(schedule: Schedule, rows: Sequence[Sequence[Step]]) -> Iterator[str]:
     """Each output needed on another rank has exactly one SEND and one RECV, and there are no others."""
-    needed = set(_needed(schedule))
-    for send, verb in ((True, "SEND"), (False, "RECV")):
-        count = Counter(
-            (rank, o.peer, o.message) if send else (o.peer, rank, o.message)
-            for rank, o in _operations(rows)
-            if o.send is send
-        )
-        for wire in sorted(needed | set(count)):
-            if count[wire] != (wire in needed):
-                source, target, (tensor, stage, i) = wire
-                what = f"{tensor} of stage {stage}, micro-batch {i} from rank {source} to rank {target}"
-                yield f"{count[wire]} {verb} instead of {int(wire in needed)}: {what}"
+    needed, sent, received = set(_needed(schedule)), Counter[Wire](), Counter[Wire]()
+    for rank, o in _operations(rows):
+        if o.send:
+            sent[rank, o.peer, o.message] += 1
+        else:
+            received[o.peer, rank, o.message] += 1
+    for count, verb in ((sent, "SEND"), (received, "RECV")):
+        for wire in sorted(w for w in needed | set(count) if count[w] != (w in needed)):
+            source, target, (tensor, stage, i) = wire
+            what = f"{tensor} of stage {stage}, micro-batch {i} from rank {source} to rank {target}"
+            yield f"{count[wire]} {verb} instead of {int(wire in needed)}: {what}"
 
 
 def _needed(schedule: Schedule) -> Iterator[Wire]:
-    ranks = schedule.placement[0]
-    for stage, (lower, upper) in enumerate(pairwise(ranks)):
-        if lower != upper:
-            for i in range(schedule.micro_batches):
+    for i in range(schedule.micro_batches):
+        for stage, (lower, upper) in enumerate(pairwise(schedule.placement[schedule.copy_of(i)])):
+            if lower != upper:
                 yield lower, upper, (Op.F, stage, i)
                 yield upper, lower, (Op.B, stage + 1, i)
 

@@ -7,6 +7,13 @@ from shardwise.schedule.walk import Durations, Timeline, walk
 
 IDLE, GOES_ON = ".", "-"
 
+MAX_BANDS = 3
+
+_CHUNKS = {
+    (2, 1): "small letters: the rank's second stage",
+    (2, 2): "small letters: second copy of the weights",
+    (3, 1): "a, b, .. chunk",
+}
 _UNITS = {Op.F: 1.0, Op.B: 1.0, Op.W: 1.0, Op.BW: 2.0}
 
 
@@ -23,20 +30,24 @@ def grid(schedule: Schedule, durations: Durations | None = None, cell_s: float |
 
 
 def render(schedule: Schedule, durations: Durations | None = None, columns: int = 80) -> str:
-    """The grid with its legend, at most `columns` wide; what does not fit is said, never dropped in silence."""
+    """The grid with its legend, at most `columns` wide, in up to MAX_BANDS bands one below the other; what does not
+    fit is said, never dropped in silence.
+    """
     cells = grid(schedule, durations)
     length = max(map(len, cells))
     width = max(len(cell) for row in cells for cell in row) + 1
     label = len(f"rank {schedule.pp - 1}")
-    room = max(1, (columns - label - 1) // width)
-    if room < length:
-        room = max(1, (columns - label - 3) // width)
+    room = max(1, (columns - label - 3) // width)
+    shown = min(length, room * MAX_BANDS)
     lines = [f"{schedule.name}, {schedule.pp} ranks, {schedule.micro_batches} micro-batches"]
-    for rank, row in enumerate(cells):
-        text = "".join(cell.rjust(width) for cell in row[:room])
-        lines.append(f"{f'rank {rank}':{label}}{text}{' …' if room < length else ''}")
-    if room < length:
-        lines.append(f"… {room} of {length} time units shown")
+    for first in range(0, shown, room):
+        lines += [""] if first else []
+        more = " …" if shown < length and first + room >= shown else ""
+        for rank, row in enumerate(cells):
+            text = "".join(cell.rjust(width) for cell in row[first : first + room])
+            lines.append(f"{f'rank {rank}':{label}}{text}{more}")
+    if shown < length:
+        lines.append(f"… {shown} of {length} time units shown")
     return "\n".join([*lines, *_legend(schedule, columns)])
 
 
@@ -54,16 +65,21 @@ def _cells(schedule: Schedule, timeline: Timeline, cell_s: float) -> list[list[s
 
 
 def _name(action: Action, stages: tuple[int, ...]) -> str:
-    """F3, B3, W3; with several chunks a letter for the chunk: F3a, F3b. BW is drawn as a B, twice as long."""
-    chunk = chr(ord("a") + stages.index(action.stage) % 26) if len(stages) > 1 else ""
-    return f"{action.op[0]}{action.micro_batch}{chunk}"
+    """F3, B3, W3; f3, b3, w3 on the second of two chunks; of more, a letter for the chunk: F3a, F3b. BW is drawn as a
+    B, twice as long.
+    """
+    chunk, name = stages.index(action.stage), f"{action.op[0]}{action.micro_batch}"
+    if len(stages) > 2:
+        return f"{name}{chr(ord('a') + chunk % 26)}"
+    return name.lower() if chunk else name
 
 
 def _legend(schedule: Schedule, columns: int) -> list[str]:
     split = any(action.op is Op.W for row in schedule.rows for action in row)
     words = ["F forward", "B input gradient, W weight gradient" if split else "B backward", f"{IDLE} idle"]
-    if len(schedule.stages_of(0)) > 1:
-        words.insert(2, "a, b, .. chunk")
+    chunks = len(schedule.stages_of(0))
+    if chunks > 1:
+        words.insert(2, _CHUNKS[min(chunks, 3), schedule.copies])
     lines = [""]
     for word in words:
         joined = f"{lines[-1]}; {word}" if lines[-1] else word

@@ -5,7 +5,9 @@ The backwards run in the order 0 .. m-1, so that the micro-batch that has waited
 
 from __future__ import annotations
 
-from shardwise.schedule.closed_form import Array
+import numpy as np
+
+from shardwise.schedule.closed_form import Array, Busy, over_ranks
 from shardwise.schedule.table import Action, Op, Schedule
 
 
@@ -17,15 +19,17 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     return Schedule("gpipe", (tuple(range(pp)),), rows, micro_batches)
 
 
-def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
-    """Seconds from the first to the last action; arguments as of `schedule.span`.
-
-    Each phase is a pipeline of its own: sum + (m-1) max. Equal stages give the bubble (p-1)(F+B+W) (Narayanan et al.
-    2104.04473, section 2.2.1). Both phases together expose 2(p-1) transfers a step.
+def span(busy: Busy, micro_batches: Array) -> Array:
+    """Each phase is a pipeline of its own: sum + (m-1) max. Equal stages give the bubble (p-1)(F+B+W) (Narayanan et al.
+    2104.04473, section 2.2.1).
     """
-    bw = b + w
-    steady = f.max(-1) + bw.max(-1)
-    return f.sum(-1) + bw.sum(-1) + (micro_batches - 1) * steady + 2 * (pp - 1) * p2p_s
+    f, bw = np.ascontiguousarray(busy.f), np.ascontiguousarray(busy.b + busy.w)
+    return over_ranks(f + bw, busy.ranks) + (micro_batches - 1) * (f.max(axis=0) + bw.max(axis=0))
+
+
+def transfers(pp: int, micro_batches: Array) -> Array:
+    """2(p-1): each phase exposes the way of its first micro-batch."""
+    return np.full_like(micro_batches, 2 * (pp - 1))
 
 
 if __name__ == "__main__":

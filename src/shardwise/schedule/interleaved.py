@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.schedule.closed_form import Array, paced
+from shardwise.schedule.closed_form import Array, Busy, over_ranks, pace
 from shardwise.schedule.table import Action, Op, Schedule
 
 
@@ -43,27 +43,29 @@ def _row(rank: int, pp: int, micro_batches: int, virtual: int) -> tuple[Action, 
     return tuple(row) if micro_batches % pp == 0 else tuple(a for a in row if a.micro_batch < micro_batches)
 
 
-def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
-    """Seconds from the first to the last action; arguments as of `schedule.span`. X = F+B+W of all stages of a rank.
-
-    Equal stages and m a multiple of p: the bubble (p-1)(F+B+W)/v, exactly (Narayanan et al. 2104.04473, section
-    2.2.2). Unequal ranks: m max X + (sum X - max X)/v is an upper bound; as in 1F1B the slowest rank does not set the
-    pace of the chunks at the ends, 4(p-1) of them (fitted: within 4 % for m >= 2p and single long stages). A short
-    last group leaves the holes of p - m % p micro-batches in every chunk but one; the forwards of the group before
-    fill the shorter kind (fitted; exact for v <= 2 and equal stages). Never less than the way of the first
-    micro-batch through all stages, with the others of its group behind it, which is all there is to m < p. This way
-    is exposed to its transfers: 2(pv-1).
+def span(busy: Busy, micro_batches: Array, virtual: int) -> Array:
+    """Equal stages and m a multiple of p: the bubble (p-1)(F+B+W)/v, exactly (Narayanan et al. 2104.04473, section
+    2.2.2). Unequal ranks, X = F+B+W of all stages of one: m max X + (sum X - max X)/v is an upper bound; as in 1F1B
+    the slowest rank does not set the pace of the chunks at the ends, 4(p-1) of them (fitted: within 4 % for m >= 2p and
+    single long stages). A short last group leaves the holes of p - m % p micro-batches in every chunk but one; the
+    forwards of the group before fill the shorter kind (fitted; exact for v <= 2 and equal stages). Never less than the
+    way of the first micro-batch through all stages, with the others of its group behind it, which is all there is to
+    m < p.
     """
-    virtual = f.shape[-1] // pp
-    by_rank = (*f.shape[:-1], virtual, pp)
-    forward, backward = (a.reshape(by_rank).sum(-2) / virtual for a in (f, b + w))  # mean chunk of each rank
-    x = forward + backward
-    slowest = x.max(-1)
-    holes = (-micro_batches % pp) * (virtual - 1) * np.maximum(forward.max(-1), backward.max(-1))
-    groups = x.sum(-1) + paced(x, slowest, micro_batches * virtual - 1, pp, 4) + holes
-    first = virtual * x.sum(-1) + paced(x, slowest, np.minimum(micro_batches, pp) - 1, pp, 1)
-    longest = np.maximum(groups * (micro_batches >= pp), first)
-    return longest + 2 * (pp * virtual - 1) * (pp > 1) * p2p_s
+    pp, x = busy.pp, busy.whole / virtual  # mean chunk of each rank
+    way, rising = over_ranks(x, busy.ranks), pace(x, busy.ranks)
+    groups = way + rising.time(micro_batches * virtual - 1, repeat=4)
+    short = np.ceil(micro_batches / pp) * pp - micro_batches
+    if virtual > 1 and short.any():
+        longer = np.maximum(busy.f.max(axis=0), (busy.b + busy.w).max(axis=0)) / virtual
+        groups = groups + short * (virtual - 1) * longer
+    first = virtual * way + rising.time(np.minimum(micro_batches, pp) - 1)
+    return np.maximum(np.where(micro_batches >= pp, groups, 0.0), first)
+
+
+def transfers(pp: int, micro_batches: Array, virtual: int) -> Array:
+    """2(pv-1): the way of the first micro-batch."""
+    return np.full_like(micro_batches, 2 * (pp * virtual - 1) * (pp > 1))
 
 
 def saturation(pp: int) -> int:

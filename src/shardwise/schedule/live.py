@@ -7,6 +7,7 @@ not in the counts, so that the memory model can price the running action apart f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from shardwise.schedule.registry import capped, generate, saturation
 from shardwise.schedule.table import Op, Schedule
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Ranks = tuple[int, ...]
 
 Neighbour = tuple[Op, int] | None
@@ -80,7 +82,36 @@ def live_states(schedule: Schedule, groups: Iterable[Ranks] | None = None) -> tu
     """
     states = _states(schedule)
     ranks = groups or [(rank,) for rank in range(schedule.pp)]
-    return tuple(tuple(_maximal(_distinct(states[list(group)]))) for group in ranks)
+    return tuple(tuple(_maximal(_distinct(np.concatenate([states[r] for r in group])))) for group in ranks)
+
+
+@lru_cache(maxsize=4)
+def rank_states(name: str, pp: int, micro_batches: int) -> tuple[npt.NDArray[np.int32], ...]:
+    """Of each rank [state, 6 + 2 chunks]: every state as numbers, for those that compare them by other rules than
+    `profile`'s. Columns: op (its place in Op), chunk, the codes op * chunks + chunk of the actions after and before it
+    (-1 for none), in_flight and queued of each chunk, SEND and RECV buffers.
+    """
+    short = pp + 2
+    if saturation(name, pp) is not None or micro_batches <= short + 1:
+        return tuple(_states(generate(name, pp, capped(name, pp, micro_batches))))
+    chunks = len(generate(name, pp, 1).stages_of(0))
+
+    def code(neighbour: Neighbour) -> int:
+        return -1 if neighbour is None else _NUMBER[neighbour[0]] * chunks + neighbour[1]
+
+    return tuple(
+        np.asarray(
+            [
+                (
+                    *(_NUMBER[s.op], s.chunk, code(s.following), code(s.preceding)),
+                    *(*s.in_flight, *s.queued, s.send_buffers, s.recv_buffers),
+                )
+                for s in states
+            ],
+            dtype=np.int32,
+        )
+        for states in profile(name, pp, micro_batches)
+    )
 
 
 _OPS = tuple(Op)
@@ -91,29 +122,53 @@ _Counts = tuple[int, ...]
 """in_flight of each chunk, queued of each chunk, send buffers, RECV buffers."""
 
 
-def _states(schedule: Schedule) -> npt.NDArray[np.int32]:
-    """[rank, action, key and counts] of every action, in the order of the rows. All ranks have equally many."""
-    pp, chunks = schedule.pp, schedule.stages // schedule.pp
-    ops, stages, micro_batches = zip(*(action for row in schedule.rows for action in row), strict=True)
-    op = np.reshape([_NUMBER[x] for x in ops], (pp, -1))
-    stage, micro_batch = np.reshape(stages, (pp, -1)), np.reshape(micro_batches, (pp, -1))
-    chunk_of = np.zeros(schedule.stages, dtype=np.int64)
-    for rank in range(pp):
-        chunk_of[list(schedule.stages_of(rank))] = np.arange(chunks)
-    chunk = chunk_of[stage]
-    forward, weight = op == _NUMBER[Op.F], op == _NUMBER[Op.W]
-    begun, left = _by_chunk(forward, chunk, chunks), _by_chunk(~forward & ~weight, chunk, chunks)
-    put_off, made = _by_chunk(op == _NUMBER[Op.B], chunk, chunks), _by_chunk(weight, chunk, chunks)
-    code = op * chunks + chunk
-    key = (op, chunk, _shifted(code, -1), _shifted(code, 1))
-    buffers = _buffers(schedule, forward, weight, stage, micro_batch)
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The rows as arrays [rank, place in the row]; `kind` -1 fills up short rows."""
+
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+    forward: Bools
+    gradient: Bools
+    """B or BW"""
+
+    @property
+    def filled(self) -> Bools:
+        return self.kind >= 0
+
+
+def _table(schedule: Schedule) -> _Table:
+    lengths = [len(row) for row in schedule.rows]
+    kind, stage, micro_batch = (np.full((len(lengths), max(lengths)), -1, dtype=np.int64) for _ in range(3))
+    for rank, row in enumerate(schedule.rows):
+        ops, stages, micro_batches = zip(*row, strict=True)
+        kind[rank, : len(row)] = [_NUMBER[op] for op in ops]
+        stage[rank, : len(row)], micro_batch[rank, : len(row)] = stages, micro_batches
+    gradient = (kind == _NUMBER[Op.B]) | (kind == _NUMBER[Op.BW])
+    return _Table(kind, stage, micro_batch, kind == _NUMBER[Op.F], gradient)
+
+
+def _states(schedule: Schedule) -> list[npt.NDArray[np.int32]]:
+    """[action, key and counts] of every action of each rank, in the order of its row."""
+    table, chunks = _table(schedule), schedule.copies * schedule.stages // schedule.pp
+    chunk_of = np.zeros((schedule.pp, schedule.stages), dtype=np.int64)
+    for rank in range(schedule.pp):
+        chunk_of[rank, list(schedule.stages_of(rank))] = np.arange(chunks)
+    chunk = np.take_along_axis(chunk_of, table.stage % schedule.stages, axis=1)
+    begun, left = _by_chunk(table.forward, chunk, chunks), _by_chunk(table.gradient, chunk, chunks)
+    put_off = _by_chunk(table.kind == _NUMBER[Op.B], chunk, chunks)
+    made = _by_chunk(table.kind == _NUMBER[Op.W], chunk, chunks)
+    code = np.where(table.filled, table.kind * chunks + chunk, -1)
+    key = (table.kind, chunk, _shifted(code, -1), _shifted(code, 1))
     # What the action itself holds is left out: its own F is not begun yet, its own B or W is done.
     in_flight, queued = _shifted(begun, 1, 0) - left, _shifted(put_off, 1, 0) - made
-    columns = (np.stack(key, axis=-1), in_flight, queued, np.stack(buffers, axis=-1))
-    return np.concatenate(columns, axis=-1, dtype=np.int32)
+    columns = (np.stack(key, axis=-1), in_flight, queued, np.stack(_buffers(schedule, table), axis=-1))
+    states = np.concatenate(columns, axis=-1, dtype=np.int32)
+    return [states[rank, : len(row)] for rank, row in enumerate(schedule.rows)]
 
 
-def _by_chunk(these: npt.NDArray[np.bool_], chunk: Ints, chunks: int) -> Ints:
+def _by_chunk(these: Bools, chunk: Ints, chunks: int) -> Ints:
     """[rank, action, chunk] how many of `these` actions a rank has had, the running one among them."""
     return np.cumsum(these[..., None] & (chunk[..., None] == np.arange(chunks)), axis=1)
 
@@ -125,25 +180,28 @@ def _shifted(values: Ints, by: int, end: int = -1) -> Ints:
     return moved
 
 
-def _buffers(
-    schedule: Schedule, forward: npt.NDArray[np.bool_], weight: npt.NDArray[np.bool_], stage: Ints, micro_batch: Ints
-) -> tuple[Ints, Ints]:
+def _buffers(schedule: Schedule, table: _Table) -> tuple[Ints, Ints]:
     """(send, RECV) buffers [rank, action] by the rule of `add_p2p`: a message is sent and its RECV posted when the
     action that makes it ends; both go before the first action that ends later. (A test compares with its rows.)
     """
     last, rank = schedule.stages - 1, np.arange(schedule.pp)[:, None]
-    holder = np.asarray(schedule.placement[0])
-    ends = np.asarray(unit_ends(schedule))
-    end_of = np.zeros((2, schedule.stages, schedule.micro_batches), dtype=np.int64)
-    end_of[(~forward & ~weight).astype(int)[~weight], stage[~weight], micro_batch[~weight]] = ends[~weight]
-    onward = np.where(forward, 1, -1)
-    source, target = np.clip(stage - onward, 0, last), np.clip(stage + onward, 0, last)
-    receives, sends = ~weight & (holder[source] != rank), ~weight & (holder[target] != rank)
+    forward, messages = table.forward, table.forward | table.gradient
+    holder = np.asarray([schedule.placement[schedule.copy_of(i)] for i in range(schedule.micro_batches)])
+    ends = np.full(forward.shape, -1)
+    ends[table.filled] = [end for row in unit_ends(schedule) for end in row]
     never = int(ends.max()) + 1
-    arrivals = np.sort(np.where(receives, end_of[(~forward).astype(int), source, micro_batch], never), axis=1)
+    ends[~table.filled] = never
+    end_of = np.zeros((2, schedule.stages, schedule.micro_batches), dtype=np.int64)
+    end_of[table.gradient.astype(int)[messages], table.stage[messages], table.micro_batch[messages]] = ends[messages]
+    onward = np.where(forward, 1, -1)
+    source, target = np.clip(table.stage - onward, 0, last), np.clip(table.stage + onward, 0, last)
+    receives = messages & (holder[table.micro_batch, source] != rank)
+    sends = messages & (holder[table.micro_batch, target] != rank)
+    made = end_of[(~forward).astype(int), source, table.micro_batch]
+    arrivals = np.sort(np.where(receives, made, never), axis=1)
     place = rank * (never + 1)  # one search for all ranks
     before = np.searchsorted((arrivals + place).ravel(), (ends + place).ravel()).reshape(ends.shape)
-    arrived = before - rank * ends.shape[1]
+    arrived = before - rank * arrivals.shape[1]
     latest = np.where(arrived > 0, arrivals.ravel()[before - 1], -1)
     sent = _shifted(np.maximum.accumulate(np.where(sends, ends, -1), axis=1), 1)
     return ((sent >= 0) & (sent >= latest)).astype(np.int64), arrived - np.cumsum(receives, axis=1)

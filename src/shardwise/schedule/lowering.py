@@ -53,14 +53,15 @@ Lowered = tuple[Instruction | Batch, ...]
 class Holdings:
     """What the pass must know of a rank: units of each of its stages, storages that each unit uses, the ZeRO kind.
 
-    `resharded`: parameters are gathered before use and gradients reduced each micro-batch (ZeRO-3); otherwise a
-    storage is reduced once, after its last gradient. `forward_only`: units whose backward reads no parameters.
-    `tied`: storages with copies elsewhere.
+    `resharded`: parameters are gathered before use (ZeRO-3). `scattered`: gradients are reduced each micro-batch
+    (ZeRO-2 and 3); otherwise a storage is reduced once, after its last gradient. `forward_only`: units whose backward
+    reads no parameters. `tied`: storages with copies elsewhere.
     """
 
     units: Mapping[int, Sequence[str]]
     uses: Mapping[str, Sequence[str]]
     resharded: bool
+    scattered: bool
     forward_only: Collection[str] = ()
     tied: Sequence[str] = ()
 
@@ -112,7 +113,7 @@ class _Placing:
         self._gather(needed, following)
         opened, reduces = self._gradients(step)
         self.out += [*opened, step]
-        if self.holdings.resharded:
+        if self.holdings.scattered:
             self.out += reduces
         else:
             self.late += reduces
@@ -134,10 +135,10 @@ class _Placing:
         """(buffers to open before the instruction, reductions that it makes due)."""
         if step.do not in (Op.W, Op.BW):
             return [], []
-        resharded, used = self.holdings.resharded, self.holdings.uses[step.unit]
+        scattered, used = self.holdings.scattered, self.holdings.uses[step.unit]
         final = {s: self.last_gradient[s] == self.index for s in used}
-        opened = [Instruction(Do.OPEN, s) for s in used] if resharded else []
-        due = [s for s in used if resharded or final[s]]
+        opened = [Instruction(Do.OPEN, s) for s in used] if scattered else []
+        due = [s for s in used if scattered or final[s]]
         return opened, [Instruction(Do.REDUCE, s, final=final[s]) for s in due]
 
 

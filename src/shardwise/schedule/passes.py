@@ -5,24 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from shardwise.schedule.errors import ScheduleError
-from shardwise.schedule.table import P2P, Action, Op, Row, Schedule, Step
-
-_UNIT_TIME = {Op.F: 1, Op.B: 1, Op.W: 1, Op.BW: 2}
+from shardwise.schedule.table import P2P, Action, Op, Row, Schedule, Step, pairs
 
 
-def add_p2p(schedule: Schedule) -> tuple[Row, ...]:
+def add_p2p(schedule: Schedule, paired: bool = False) -> tuple[Row, ...]:
     """The rows with their SENDs and RECVs, deadlock-free even if a send does not return before it is received.
 
     The rows are timed with F = B = W = 1. An output that another rank needs is sent when its action ends; the
     receiver posts the RECV at that same moment, before the action it is then busy with. So all messages have one
     global order, which every row keeps. What a rank sends and receives at one moment is one batch: in the steady
-    state of 1F1B the activation and the gradient that two neighbours exchange.
+    state of 1F1B the activation and the gradient that two neighbours exchange. `paired`: of a schedule that overlaps,
+    each F and its BW (`pairs`) count as one, with no communication between them.
 
     Raises `ScheduleError` if the rows cannot run even with perfect communication.
     """
-    ends = unit_ends(schedule)
+    ends = unit_ends(schedule, paired)
     moments: list[dict[int, list[P2P]]] = [{} for _ in schedule.rows]
-    rank_of, last = schedule.placement[0], schedule.stages - 1
+    last = schedule.stages - 1
     for rank, row in enumerate(schedule.rows):
         own = moments[rank]
         for action, end in zip(row, ends[rank], strict=True):
@@ -35,7 +34,7 @@ def add_p2p(schedule: Schedule) -> tuple[Row, ...]:
                 continue
             else:
                 tensor, to_stage = Op.B, stage - 1
-            peer = rank_of[to_stage]
+            peer = schedule.placement[schedule.copy_of(micro_batch)][to_stage]
             if peer != rank:
                 own.setdefault(end, []).append(P2P(True, tensor, stage, micro_batch, peer))
                 moments[peer].setdefault(end, []).append(P2P(False, tensor, to_stage, micro_batch, rank))
@@ -55,36 +54,46 @@ def _merge(row: tuple[Action, ...], ends: list[int], batches: dict[int, list[P2P
     return tuple(merged)
 
 
-def unit_ends(schedule: Schedule) -> list[list[int]]:
+def unit_ends(schedule: Schedule, paired: bool = False) -> list[list[int]]:
     """When each action ends if F = B = W = 1 and communication is free. Ranks that wait are woken by their input."""
-    m, last = schedule.micro_batches, schedule.stages - 1
-    rank_of = schedule.placement[0]
-    forward = [[-1] * m for _ in range(last + 1)]  # end of F, by stage and micro-batch
-    backward = [[-1] * m for _ in range(last + 1)]  # end of B or BW
+    last, (op_f, op_w, op_bw) = schedule.stages - 1, (Op.F, Op.W, Op.BW)
+    rank_of = [schedule.placement[schedule.copy_of(i)] for i in range(schedule.micro_batches)]
+    forward = [[-1] * schedule.micro_batches for _ in range(last + 1)]  # end of F, by stage and micro-batch
+    backward = [[-1] * schedule.micro_batches for _ in range(last + 1)]  # end of B or BW
+
+    def input_end(op: Op, stage: int, i: int) -> int:
+        """-1 while it is not known."""
+        if op is op_f:
+            return forward[stage - 1][i] if stage else 0
+        if op is op_w:
+            return backward[stage][i]
+        return backward[stage + 1][i] if stage < last else forward[stage][i]
+
+    partners = [pairs(row) if paired and schedule.overlaps else {} for row in schedule.rows]
+    done_with = [set(partner.values()) for partner in partners]
     ends: list[list[int]] = [[] for _ in schedule.rows]
     ready = list(range(schedule.pp))
     while ready:
         rank = ready.pop()
-        own, row = ends[rank], schedule.rows[rank]
+        own, row, partner = ends[rank], schedule.rows[rank], partners[rank]
         now = own[-1] if own else 0
         while len(own) < len(row):
-            op, stage, i = row[len(own)]
-            if op is Op.F:
-                start = forward[stage - 1][i] if stage else 0
-                done, neighbour = forward, stage + 1
-            elif op is Op.W:
-                start, done, neighbour = backward[stage][i], None, -1
-            else:
-                start = backward[stage + 1][i] if stage < last else forward[stage][i]
-                done, neighbour = backward, stage - 1
+            op, stage, i = action = row[len(own)]
+            start, length = input_end(op, stage, i), 2 if op is op_bw else 1
+            if partner and action in partner:
+                also = input_end(*partner[action])
+                start, length = max(start, also) if min(start, also) >= 0 else -1, 3
+            elif partner and action in done_with[rank]:
+                length = 0
             if start < 0:
                 break
-            now = max(now, start) + _UNIT_TIME[op]
+            now = (now if now > start else start) + length
             own.append(now)
-            if done is not None:
-                done[stage][i] = now
-                if 0 <= neighbour <= last and rank_of[neighbour] != rank:
-                    ready.append(rank_of[neighbour])
+            if op is not op_w:
+                (forward if op is op_f else backward)[stage][i] = now
+                neighbour = stage + 1 if op is op_f else stage - 1
+                if 0 <= neighbour <= last and rank_of[i][neighbour] != rank:
+                    ready.append(rank_of[i][neighbour])
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.rows) if len(ends[r]) < len(row)]
     if stuck:
         raise ScheduleError(f"{schedule.name}: the actions wait for one another: {'; '.join(stuck)}")

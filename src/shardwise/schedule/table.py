@@ -7,8 +7,10 @@ model walks their live set, the drawing paints them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -19,6 +21,8 @@ class Op(StrEnum):
     B = "B"
     W = "W"
     BW = "BW"
+
+    __hash__ = str.__hash__  # that of Enum is Python code, and every message is looked up by its op
 
 
 class Action(NamedTuple):
@@ -34,13 +38,15 @@ class Action(NamedTuple):
 class Schedule:
     """`placement[copy][stage]` is the rank (0 .. pp-1) that holds the stage; `rows[rank]` its actions in order.
 
-    `copy` is 0 but in schedules that hold the weights twice.
+    `copy` is 0 but in schedules that hold the weights twice (dualpipe). `overlaps`: an F and the BW that follows it are
+    run as one where `pairs` says so.
     """
 
     name: str
     placement: tuple[tuple[int, ...], ...]
     rows: tuple[tuple[Action, ...], ...]
     micro_batches: int
+    overlaps: bool = False
 
     @property
     def stages(self) -> int:
@@ -50,11 +56,20 @@ class Schedule:
     def pp(self) -> int:
         return len(self.rows)
 
+    @property
+    def copies(self) -> int:
+        """How often the weights are held."""
+        return len(self.placement)
+
+    def copy_of(self, micro_batch: int) -> int:
+        """The copy of the weights that a micro-batch passes through, on its way down and up: they take turns."""
+        return micro_batch % len(self.placement)
+
     def rank_of(self, stage: int, copy: int = 0) -> int:
         return self.placement[copy][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages that `rank` holds, ascending: its virtual stages (chunks)."""
+        """Stages that `rank` holds, its chunks: by copy, and ascending in each."""
         return tuple(s for copy in self.placement for s, r in enumerate(copy) if r == rank)
 
 
@@ -83,3 +98,19 @@ Step = Action | Batch
 """One entry of a row after the point-to-point pass."""
 
 Row = tuple[Step, ...]
+
+
+def pairs(row: Sequence[Step]) -> dict[Action, Action]:
+    """The F and the BW after it that an overlapping schedule runs as one, so that the compute of each hides the
+    all-to-all of the other (DeepSeek-V3, 2412.19437, section 3.2.1).
+
+    They are neighbours and of two micro-batches, so that neither waits for the other. The first gradient of a row has
+    no partner: the other ranks wait for it.
+    """
+    actions = [step for step in row if isinstance(step, Action)]
+    first = next((i for i, action in enumerate(actions) if action.op is not Op.F), 0)
+    return {
+        forward: backward
+        for forward, backward in pairwise(actions[first:])
+        if forward.op is Op.F and backward.op is Op.BW and forward.micro_batch != backward.micro_batch
+    }

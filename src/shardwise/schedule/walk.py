@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 from shardwise.schedule.errors import ScheduleError
-from shardwise.schedule.table import P2P, Action, Batch, Op, Schedule, Step
+from shardwise.schedule.table import P2P, Action, Batch, Op, Schedule, Step, pairs
 
 Durations = Mapping[tuple[Op, int], float] | Callable[[Op, int], float]
 """(op, stage) -> seconds."""
 
 Delays = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
 """(from rank, to rank) -> seconds of one message."""
+
+Pairs = Mapping[tuple[int, int], float] | Callable[[int, int], float]
+"""(stage of the F, stage of the BW) -> seconds of both, run as one."""
 
 Message = tuple[Op, int, int]
 """(tensor, producing stage, micro-batch)."""
@@ -51,12 +54,24 @@ class Timeline:
         return tuple(self.span_s - busy for busy in self.busy_s)
 
 
-def walk(rows: Sequence[Sequence[Step]], schedule: Schedule, durations: Durations, p2p_s: Delays = 0.0) -> Timeline:
+def walk(
+    rows: Sequence[Sequence[Step]],
+    schedule: Schedule,
+    durations: Durations,
+    p2p_s: Delays = 0.0,
+    pair_s: Pairs | None = None,
+) -> Timeline:
     """Time the rows of `add_p2p`; or `schedule.rows` as they are, with messages that no queue ever holds up.
+
+    With `pair_s`, each F and BW of `pairs` run as one in a schedule that overlaps: they start when both have their
+    inputs and end together. The rows are then those of `add_p2p(schedule, paired=True)`. Without it one runs after the
+    other.
 
     Raises `ScheduleError`, naming each rank and what it waits for, if the rows deadlock.
     """
     run = _Walk(rows, schedule, durations, p2p_s)
+    if pair_s is not None and schedule.overlaps:
+        run.paired = _paired(rows, schedule, run.duration, pair_s)
     run.finish()
     slots = tuple(map(tuple, run.slots))
     span_s = max((row[-1].end_s for row in slots if row), default=0.0)
@@ -73,12 +88,21 @@ def needs(action: Action, stages: int) -> Message:
     return (Op.B, stage + 1, micro_batch) if stage < stages - 1 else (Op.F, stage, micro_batch)
 
 
+class _Pair(NamedTuple):
+    message: Message
+    """what the BW waits for"""
+    both_s: float
+    forward_s: float
+    """the part that is drawn as the F"""
+
+
 class _Walk:
     """The state of one walk. Ranks are advanced until their next action lacks an input, and woken when it comes."""
 
     def __init__(self, rows: Sequence[Sequence[Step]], schedule: Schedule, durations: Durations, p2p_s: Delays) -> None:
         self.rows, self.schedule = rows, schedule
         self.duration = _table(durations, schedule.stages)
+        self.paired: dict[Action, _Pair] = {}  # by both the F and the BW
         self.delay = _delays(p2p_s, schedule.pp)
         self.queued = any(not isinstance(step, Action) for row in rows for step in row)
         ranks = range(schedule.pp)
@@ -106,7 +130,7 @@ class _Walk:
 
     def _advance(self, rank: int) -> None:
         row, here, stages = self.rows[rank], self.here[rank], self.schedule.stages
-        slots, duration = self.slots[rank], self.duration
+        slots, duration, paired = self.slots[rank], self.duration, self.paired
         while self.next[rank] < len(row):
             step = row[self.next[rank]]
             if isinstance(step, Action):
@@ -114,16 +138,35 @@ class _Walk:
                 ready_s = here.get(message) if message[1] >= 0 else 0.0
                 if ready_s is None:
                     return
-                start_s = max(ready_s, self.free_s[rank])
-                end_s = start_s + duration[step[0], step[1]]
-                slots.append(Slot(step, start_s, end_s))
-                self.free_s[rank] = end_s
-                self._produce(step, rank, end_s)
+                if paired and step in paired:
+                    if not self._advance_pair(step, rank, ready_s):
+                        return
+                else:
+                    start_s = max(ready_s, self.free_s[rank])
+                    end_s = start_s + duration[step[0], step[1]]
+                    slots.append(Slot(step, start_s, end_s))
+                    self.free_s[rank] = end_s
+                    self._produce(step, rank, end_s)
             else:
                 self.queue[rank].append((self.free_s[rank], step))
                 if self.head[rank] == len(self.queue[rank]) - 1:
                     self._reach_head(rank)
             self.next[rank] += 1
+
+    def _advance_pair(self, action: Action, rank: int, ready_s: float) -> bool:
+        """The F takes the time of both, the BW is done with it; False if the BW lacks its input."""
+        pair = self.paired[action]
+        if action.op is Op.F:
+            other_s = self.here[rank].get(pair.message)
+            if other_s is None:
+                return False
+            start_s = max(ready_s, other_s, self.free_s[rank])
+            self.free_s[rank] = start_s + pair.both_s
+            self.slots[rank].append(Slot(action, start_s, start_s + pair.forward_s))
+        else:
+            self.slots[rank].append(Slot(action, self.slots[rank][-1].end_s, self.free_s[rank]))
+        self._produce(action, rank, self.free_s[rank])
+        return True
 
     def _produce(self, action: Action, rank: int, end_s: float) -> None:
         """An output is at once on its own rank; without a queue, after the delay on the rank that needs it."""
@@ -135,7 +178,7 @@ class _Walk:
         self.here[rank][message] = end_s
         to_stage = stage + 1 if tensor is Op.F else stage - 1
         if not self.queued and 0 <= to_stage < self.schedule.stages:
-            peer = self.schedule.rank_of(to_stage)
+            peer = self.schedule.rank_of(to_stage, self.schedule.copy_of(micro_batch))
             if peer != rank:
                 self.here[peer][message] = end_s + self.delay[rank][peer]
                 self.awake.append(peer)
@@ -193,6 +236,23 @@ def _table(durations: Durations, stages: int) -> dict[tuple[Op, int], float]:
     if isinstance(durations, Mapping):
         return {key: durations[key] for key in keys if key in durations}
     return {key: durations(*key) for key in keys}
+
+
+def _paired(
+    rows: Sequence[Sequence[Step]], schedule: Schedule, duration: Mapping[tuple[Op, int], float], pair_s: Pairs
+) -> dict[Action, _Pair]:
+    found: dict[Action, _Pair] = {}
+    for rank, row in enumerate(rows):
+        together = set(pairwise(row))
+        for forward, backward in pairs(row).items():
+            if (forward, backward) not in together:
+                raise ScheduleError(f"{schedule.name}: rank {rank} communicates between {forward} and {backward}")
+            stages = forward.stage, backward.stage
+            both_s = pair_s(*stages) if callable(pair_s) else pair_s[stages]
+            alone_s = duration[Op.F, forward.stage], duration[Op.BW, backward.stage]
+            forward_s = both_s * alone_s[0] / (sum(alone_s) or 1.0)
+            found[forward] = found[backward] = _Pair(needs(backward, schedule.stages), both_s, forward_s)
+    return found
 
 
 def _delays(p2p_s: Delays, pp: int) -> list[list[float]]:

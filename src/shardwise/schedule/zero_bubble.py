@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.schedule.closed_form import Array, paced
+from shardwise.schedule.closed_form import Array, At, Busy, Ways, at_places, over_ranks, pace, staggered
 from shardwise.schedule.one_f_one_b import alternate
 from shardwise.schedule.table import Action, Op, Schedule
 
@@ -17,47 +17,46 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """`pp` stages, one a rank. `virtual` must be 1."""
     if virtual != 1:
         raise ValueError(f"zb-h1 places one stage on a rank, not {virtual}")
-    rows = tuple(_row(rank, pp, micro_batches) for rank in range(pp))
+    rows = tuple(put_off(rank, pp - 1 - rank, rank, micro_batches) for rank in range(pp))
     return Schedule("zb-h1", (tuple(range(pp)),), rows, micro_batches)
 
 
-def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
+def put_off(stage: int, warm_up: int, late: int, micro_batches: int) -> tuple[Action, ...]:
+    """The row of `alternate` with B and W apart, each W put off by `late` micro-batches."""
+
     def backward(i: int) -> list[Action]:
-        late = [Action(Op.W, rank, i - rank)] if i >= rank else []
-        return [Action(Op.B, rank, i), *late]
+        weight = [Action(Op.W, stage, i - late)] if i >= late else []
+        return [Action(Op.B, stage, i), *weight]
 
-    left = (Action(Op.W, rank, i) for i in range(max(0, micro_batches - rank), micro_batches))
-    return (*alternate(rank, pp, micro_batches, backward), *left)
+    left = (Action(Op.W, stage, i) for i in range(max(0, micro_batches - late), micro_batches))
+    return (*alternate(stage, warm_up, micro_batches, backward), *left)
 
 
-def span(f: Array, b: Array, w: Array, micro_batches: Array, pp: int, p2p_s: float) -> Array:
-    """Seconds from the first to the last action; arguments as of `schedule.span`.
-
-    Equal stages with W <= F: the bubble (p-1)(F+B-W), exactly (Qi et al. 2401.10241, table 1). Otherwise the longest
-    of these paths (our derivation): down to the last rank, at the pace of F+B until the weight gradients begin, then
-    of F+B+W; or all actions of one rank, once its first F or its first B can begin.
+def span(busy: Busy, micro_batches: Array) -> Array:
+    """Equal stages with W <= F: the bubble (p-1)(F+B-W), exactly (Qi et al. 2401.10241, table 1). Otherwise the longest
+    path that stays on a rank, or the one (our derivation) down to the last rank, at the pace of F+B until the weight
+    gradients begin, then of F+B+W, and up again.
     """
-    m, fb, x = micro_batches[..., None], f + b, f + b + w
-    rank = np.arange(pp)
-    first_f = np.cumsum(f, axis=-1) - f
-    up = np.cumsum(b, axis=-1) - b  # from rank r to rank 0
-    late_f = np.maximum(m - (pp - rank), 0) * f  # forwards of a rank after its first B
-    late_w = np.maximum(m - 1 - rank, 0) * w  # weight gradients of a rank before its last B
-    first_b = fb.sum(-1, keepdims=True) - up - b
-    tail = up + w[..., :1]
-    after_b = (np.minimum(m, rank + 1) * w - up).max(-1)  # the last B on its way up, and the weight gradients put off
-    through = fb.sum(-1) + paced(fb, x.max(-1), micro_batches - 1, pp, 1) + after_b
-    paths = (
-        first_f + m * fb + late_w + tail,
-        first_f + m * x,
-        first_b + m * b + late_f + late_w + tail,
-        first_b + m * b + late_f + m * w,
-    )
-    longest = np.maximum.reduce([path.max(-1) for path in paths])
-    # As in 1F1B while there are no weight gradients to wait with; then they hide the transfers.
+    # In a short step the weight gradients put off are concave in the rank.
+    at = at_places(busy, range(busy.pp) if (micro_batches < busy.pp).any() else ())
+    fb = np.ascontiguousarray(busy.f + busy.b)
+    rising = pace(fb, busy.ranks, busy.whole.max(axis=0))
+    # How much longer the weight gradients that a rank has put off take than the last B's way up from there.
+    after_b = (np.minimum(micro_batches, at.rank + 1) * at.w - at.b_above).max(axis=0)
+    through = over_ranks(fb, busy.ranks) + rising.time(micro_batches - 1) + after_b
+    ways = Ways(by_first_b(busy, at), busy.pp - at.rank, at.rank + 1)
+    return np.maximum(through, staggered(busy, at, ways, micro_batches).max(axis=0))
+
+
+def by_first_b(busy: Busy, at: At) -> Array:
+    """[place, n] until a rank's first B can begin: F down to the last rank and B up to this one."""
+    return over_ranks(busy.f, busy.ranks) + at.b_below
+
+
+def transfers(pp: int, micro_batches: Array) -> Array:
+    """As in 1F1B while there are no weight gradients to wait with; then they hide the transfers."""
     tight = np.minimum(micro_batches - 1, pp)
-    transfers = 2 * (pp - 1 + tight - np.ceil(tight / pp))
-    return np.maximum(through, longest) + transfers * p2p_s
+    return 2 * (pp - 1 + tight - np.ceil(tight / pp))
 
 
 def saturation(pp: int) -> int:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedule import NAMES, add_p2p, build, check, parse, splits_weight_gradient, virtual_stages, walk
+from shardwise.schedule import (
+    NAMES,
+    about,
+    add_p2p,
+    build,
+    check,
+    copies,
+    fault,
+    pairs,
+    parse,
+    possible,
+    splits_weight_gradient,
+    virtual_stages,
+    walk,
+)
 from shardwise.schedule.table import Action, Op, Schedule
 
-ALL = ("gpipe", "1f1b", "interleaved:1", "interleaved:2", "interleaved:3", "interleaved:4", "zb-h1")
+ALL = (
+    "gpipe", "1f1b", "interleaved:1", "interleaved:2", "interleaved:3", "interleaved:4",
+    "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v",
+)  # fmt: skip
 FBW = ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.0, 0.5))
 
 
@@ -39,6 +56,7 @@ def test_bubbles(pp: int, fbw: tuple[float, float, float]) -> None:
         assert bubble("gpipe", pp, m, f, b, w) == pytest.approx((pp - 1) * (f + b + w))
         assert bubble("1f1b", pp, m, f, b, w) == pytest.approx((pp - 1) * (f + b + w))
         assert bubble("zb-h1", pp, m, f, b, w) == pytest.approx((pp - 1) * (f + b - w))
+        assert bubble("zb-h2", pp, 2 * m, f, b, w) == pytest.approx((pp - 1) * max(f, f + b - 2 * w))
         for v in (2, 4):
             assert bubble(f"interleaved:{v}", pp, m, f, b, w) == pytest.approx((pp - 1) * (f + b + w) / v)
 
@@ -51,11 +69,23 @@ def test_in_flight(pp: int) -> None:
             assert in_flight(build("gpipe", pp, m), rank) == m
             assert in_flight(build("1f1b", pp, m), rank) == min(m, pp - rank)
             assert in_flight(build("zb-h1", pp, m), rank) == min(m, pp)
+            assert in_flight(build("zb-h2", pp, m), rank) == min(m, 2 * pp - 1)
     for m in (pp, 4 * pp):
         for v in (2, 3):
             schedule = build(f"interleaved:{v}", pp, m)
             for rank in range(pp):
                 assert in_flight(schedule, rank) == min(m * v, 2 * (pp - 1 - rank) + (v - 1) * pp + 1)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_chunks_in_flight(pp: int) -> None:
+    """2p chunks in ZB-V, 2p + 1 in DualPipeV, p + 1 in DualPipe: on some rank that many, on none more."""
+    for m in (2 * pp, 4 * pp + 1):
+        for name, most in (("zb-v", 2 * pp), ("dualpipe-v", 2 * pp + 1), ("dualpipe", pp + 1)):
+            if possible(name, pp, m):
+                schedule = build(name, pp, m)
+                assert max(in_flight(schedule, rank) for rank in range(pp)) == min(most, 2 * m)
 
 
 @pytest.mark.golden
@@ -76,14 +106,56 @@ def test_transfers_exposed_by_1f1b(pp: int, slope: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(ALL), pp=st.integers(1, 8), m=st.integers(1, 20))
 def test_every_schedule_is_complete_and_runs(name: str, pp: int, m: int) -> None:
+    assume(possible(name, pp, m))
     schedule = build(name, pp, m)
     rows = add_p2p(schedule)
     check(schedule)
     check(schedule, rows)
+    check(schedule, add_p2p(schedule, paired=True))
     sends = [o for row in rows for step in row if not isinstance(step, Action) for o in step if o.send]
-    hops = sum(a != b for a, b in zip(schedule.placement[0], schedule.placement[0][1:], strict=False))
+    hops = sum(a != b for a, b in pairwise(schedule.placement[0]))
     assert len(sends) == len({o.message for o in sends}) == 2 * hops * m
-    assert any(a.op is Op.W for a in schedule.rows[0]) is splits_weight_gradient(name)
+    assert schedule.copies == copies(name)
+    assert all(len(schedule.stages_of(rank)) == virtual_stages(name) * copies(name) for rank in range(pp))
+    splits = any(a.op is Op.W for a in schedule.rows[0])
+    assert splits is splits_weight_gradient(name) or (schedule.overlaps and m < 2 * pp)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(ALL), pp=st.integers(1, 8), m=st.integers(1, 20))
+def test_never_more_in_flight_than_promised(name: str, pp: int, m: int) -> None:
+    assume(possible(name, pp, m))
+    schedule = build(name, pp, m)
+    v = virtual_stages(name)
+    for rank in range(pp):
+        most = {
+            "gpipe": m,
+            "1f1b": pp - rank,
+            "interleaved": 2 * (pp - 1 - rank) + (v - 1) * pp + 1,
+            "zb-h1": pp,
+            "zb-h2": 2 * pp - 1,
+            "zb-v": 2 * pp,
+            "dualpipe": pp + 1,
+            "dualpipe-v": 2 * pp + 1,
+        }[parse(name)[0]]
+        assert in_flight(schedule, rank) <= min(m * v, most)
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(["dualpipe", "dualpipe-v"]), pp=st.integers(1, 8), m=st.integers(1, 20))
+def test_pairs_can_run_as_one(name: str, pp: int, m: int) -> None:
+    """Two that wait for nothing of each other; and half of the backwards find a partner in a long step."""
+    assume(possible(name, pp, m))
+    schedule = build(name, pp, m)
+    for row in schedule.rows:
+        partners = pairs(row)
+        for forward, backward in partners.items():
+            assert (forward.op, backward.op) == (Op.F, Op.BW)
+            assert forward.micro_batch != backward.micro_batch
+            assert row.index(backward) == row.index(forward) + 1
+        assert len(partners) == len(set(partners.values()))
+        if m >= 6 * pp:
+            assert len(partners) >= len(row) / 6
 
 
 @settings(max_examples=40, deadline=None)
@@ -106,9 +178,76 @@ def test_neighbours_exchange_in_one_batch() -> None:
 def test_names() -> None:
     assert parse("interleaved:12") == ("interleaved", 12)
     assert parse("zb-h1") == ("zb-h1", 1)
-    for name in ("interleaved", "interleaved:0", "interleaved:-1", "interleaved:²", "1f1b:2", "1F1B", "", "gpipe:"):
+    assert parse("zb-v") == ("zb-v", 2)
+    assert parse("dualpipe") == ("dualpipe", 1)
+    for name in (
+        "interleaved",
+        "interleaved:0",
+        "interleaved:-1",
+        "interleaved:²",
+        "1f1b:2",
+        "1F1B",
+        "",
+        "gpipe:",
+        "zbv",
+        "zb-v:2",
+    ):
         with pytest.raises(ValueError, match="unknown schedule") as raised:
             parse(name)
         assert all(known in str(raised.value) for known in NAMES)
     with pytest.raises(ValueError, match="pp=0"):
         build("1f1b", 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("zbv", "zb-v"),
+        ("dualpipev", "dualpipe-v"),
+        ("DualPipeV", "dualpipe-v"),
+        ("1F1B", "1f1b"),
+        ("interleaved", "interleaved:2"),
+        ("zb_h1", "zb-h1"),
+        ("gpip", "gpipe"),
+    ],
+)
+def test_did_you_mean(written: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {meant}\\?"):
+        parse(written)
+
+
+def test_about() -> None:
+    for name in NAMES:
+        summary, source = about(name)
+        assert summary.endswith(".")
+        assert source
+    assert about("interleaved:7") == about("interleaved:V")
+
+
+@given(name=st.sampled_from(ALL), pp=st.integers(0, 6), m=st.integers(0, 6))
+def test_a_fault_is_what_build_refuses(name: str, pp: int, m: int) -> None:
+    wrong = fault(name, pp, m)
+    assert possible(name, pp, [m, m]).tolist() == [wrong is None] * 2
+    if wrong is None:
+        build(name, pp, m)
+    else:
+        with pytest.raises(ValueError, match="pp="):
+            build(name, pp, m)
+
+
+def test_the_fix_is_the_nearest_size() -> None:
+    assert fault("dualpipe", 5, 8) == (
+        "dualpipe feeds micro-batches from both ends: pp=5 must be even",
+        "use pp=4 or pp=6",
+    )
+    assert fault("dualpipe", 1, 8) == ("dualpipe feeds micro-batches from both ends: pp=1 must be even", "use pp=2")
+
+
+def test_dualpipe_is_two_mirrored_halves() -> None:
+    """Ranks r and p-1-r run the same on the other copy."""
+    schedule = build("dualpipe", 6, 14)
+    for rank in range(6):
+        mirrored = [(a.op, a.stage, a.micro_batch ^ 1) for a in schedule.rows[5 - rank]]
+        assert [tuple(a) for a in schedule.rows[rank]] == mirrored
+    assert schedule.stages_of(1) == (1, 4)
+    assert [schedule.rank_of(1, schedule.copy_of(i)) for i in (0, 1)] == [1, 4]
