@@ -1,30 +1,26 @@
-"""How many layouts a second one core judges: rules, exact memory, closed-form time; walks of schedules apart.
+"""How many layouts a second one core judges: rules, peak memory and closed-form time; and the whole search with walks.
 
-    python benchmarks/plan_rate.py [MODEL CLUSTER TOKENS]
+    python benchmarks/plan_rate.py
 
-CPU seconds of this process, every table and storage made anew (nothing is remembered from a run before).
+CPU seconds of this process, every table made anew (nothing is remembered from a run before).
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import platform
-import sys
+import resource
 import time
 from pathlib import Path
 
-import numpy as np
-
-from shardwise.account.memory import peak_bytes
 from shardwise.cluster import parse_cluster
 from shardwise.model.hf import load_model
 from shardwise.plan.job import Job, batch_from_tokens
-from shardwise.search.solve import legal_layouts
-from shardwise.simulate.step import step_seconds, step_time
-from shardwise.units import format_tokens, parse_tokens
-
-SEQ_LEN = 8192
-WALKS = 20
+from shardwise.search.limits import Limits
+from shardwise.search.solve import SearchResult, solve, survey
+from shardwise.units import parse_tokens
 
 
 def machine() -> str:
@@ -35,39 +31,46 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
 
 
-def measure(job: Job) -> list[tuple[str, int, float]]:
-    """(what, layouts, CPU seconds) of each part."""
-    marks = [time.process_time()]
-    enumerated, batch = legal_layouts(job)
-    marks.append(time.process_time())
-    peaks = peak_bytes(job, batch)
-    marks.append(time.process_time())
-    times = step_seconds(job, batch)
-    marks.append(time.process_time())
-    fits = np.flatnonzero(peaks <= job.cluster.device.usable_bytes)
-    fastest = fits[np.argsort(times[fits])][:WALKS].tolist()
-    for i in fastest:
-        step_time(job, batch.row(i))
-    marks.append(time.process_time())
-    spent = np.diff(marks).tolist()
-    return [
-        ("enumerate, rules", enumerated, spent[0]),
-        ("exact peak memory", len(batch), spent[1]),
-        ("closed-form step time", len(batch), spent[2]),
-        ("memory and time", len(batch), spent[1] + spent[2]),
-        ("walk of the fastest", len(fastest), spent[3]),
-    ]
+def measure(job: Job) -> tuple[SearchResult, float, float]:
+    """(what the search found, CPU seconds of all of it, CPU seconds of judging every layout)."""
+    start = time.process_time()
+    survey(job, Limits())
+    judged = time.process_time() - start
+    forget()
+    start = time.process_time()
+    return solve(job), time.process_time() - start, judged
 
 
-def main(model: str = "llama-3.1-70b", cluster: str = "64x8xh100", tokens: str = "4M") -> None:
+def forget() -> None:
+    """Empty the caches: nothing is remembered from a run before."""
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper):
+            found.cache_clear()
+
+
+CASES = (
+    ("llama-3.1-70b", "64x8xh100", 8192, "4M"),
+    ("llama-3.1-405b", "2048x8xh100", 8192, "16M"),
+    ("gpt-3-175b", "128x8xa100", 2048, "3M"),
+    ("deepseek-v3", "256x8xh800", 4096, "60M"),
+)
+
+
+def main() -> None:
     """Print the table."""
-    count = parse_tokens(tokens)
-    job = Job(load_model(model), parse_cluster(cluster), SEQ_LEN, batch_from_tokens(count, SEQ_LEN))
-    print(f"{model} on {cluster}, {format_tokens(count)} tokens a step of {SEQ_LEN:,} a sequence\n{machine()}\n")
-    print(f"{'':24}{'layouts':>10}{'CPU s':>9}{'layouts/s':>12}")
-    for what, layouts, seconds in measure(job):
-        print(f"{what:24}{layouts:>10,}{seconds:>9.3f}{layouts / seconds if seconds else 0:>12,.0f}")
+    print(f"{machine()}\n")
+    head = ("enumerated", "legal", "fit", "judged/s", "judging", "search")
+    print(f"{'':34}" + "".join(f"{h:>12}" for h in head))
+    for model, cluster, seq_len, tokens in CASES:
+        job = Job(load_model(model), parse_cluster(cluster), seq_len, batch_from_tokens(parse_tokens(tokens), seq_len))
+        forget()
+        found, whole, judged = measure(job)
+        numbers = (found.enumerated, found.legal, found.fitting, round(found.legal / judged))
+        cells = [f"{n:,}" for n in numbers] + [f"{judged:.2f} s", f"{whole:.2f} s"]
+        print(f"{model + ' on ' + cluster:34}" + "".join(f"{c:>12}" for c in cells), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"\nCPU seconds on one core; peak memory of the process {peak:,.0f} MiB")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main()

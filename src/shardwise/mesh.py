@@ -11,14 +11,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Default order, outermost first: tensor parallel ranks are neighbours, pipeline stages lie farthest apart."""
+
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "etp")
+"""The same ranks as routed experts see them: edp * ep * etp = dp_shard * cp * tp of the dense view."""
 
 DATA = ("dp_replicate", "dp_shard")
 """Axes whose ranks read different sequences."""
 
 SHARDED = ("pp", "dp_shard", "tp")
 """Axes along which ranks may own different elements of the model state: the clip norm is summed over these."""
+
+EXPERT_SHARDED = ("ep", "etp")
+"""Axes of the expert view along which experts differ, beside SHARDED: without ZeRO data parallel ranks are among
+them."""
 
 REPORT = ("pp", *DATA)
 """Axes over which the loss is summed, so that every rank can print it."""
@@ -28,11 +35,25 @@ Axes = tuple[str, ...]
 COLLECTIVES: tuple[Axes, ...] = (("tp",), ("dp_shard",), ("dp_replicate",), DATA, REPORT, SHARDED)
 """Groups in which a rank takes part in collectives, in the order in which they are made."""
 
+EXPERT_COLLECTIVES: tuple[Axes, ...] = (("ep",), ("etp",), ("edp",))
+"""The same of the expert view, beside those of the dense one."""
+
+
+def with_cp(axes: Axes, cp: int) -> Axes:
+    """Axes over which tokens or state are cut, and context parallelism where there is one: it cuts a sequence's
+    tokens, and its ranks share the state, as data parallel ranks do."""
+    if cp == 1:
+        return axes
+    return tuple(a for a in AXES if a in axes or a == "cp")
+
 
 def communicators(parallel: Iterable[str]) -> int:
-    """Distinct groups of COLLECTIVES with more than one rank, if these are the axes with a degree above 1."""
+    """Distinct groups of more than one rank, if these are the axes with a degree above 1."""
     wide = set(parallel)
-    return len({frozenset(wide & set(axes)) for axes in COLLECTIVES} - {frozenset[str]()})
+    cp = 2 if "cp" in wide else 1
+    dense = [axes if axes == ("tp",) or axes == ("dp_replicate",) else with_cp(axes, cp) for axes in COLLECTIVES]
+    ring = [("cp",)] if cp > 1 else []
+    return len({frozenset(wide & set(axes)) for axes in (*dense, *ring, *EXPERT_COLLECTIVES)} - {frozenset[str]()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ held against plain torch in one process: loss, each gradient by name, clip norm,
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from shardwise.collective import Labels
 from shardwise.plan.job import Job
 from shardwise.plan.layout import LayoutError, parse, split_of
 from shardwise.plan.rules import findings
+from shardwise.plan.runs import runs_here
 from shardwise.plan.shards import stages_of
 from shardwise.prove.dryrun import prove_rank
 from shardwise.train.comm import Comm
@@ -65,7 +64,7 @@ def test_a_published_failure_equals_one_process(text: str, layers: int, tied: bo
 def test_grouped_kv_heads_equal_one_process_and_are_proved(text: str, kv_heads: int) -> None:
     """Several query heads share a key and a value: no layout may give one of them the wrong one."""
     layout = parse(text)
-    work = job(replace(tiny(3), kv_heads=max(kv_heads, layout.tp)), f"{layout.world_size}xcpu")
+    work = job(tiny(3, kv_heads=max(kv_heads, layout.tp)), f"{layout.world_size}xcpu")
     assert_parity(run_threads(layout.world_size, lambda comm: run_rank(comm, work, layout, True)), work, True)
     measured(work, text)
 
@@ -83,10 +82,26 @@ def test_no_layer_is_lost_by_an_uneven_split(layers: int, text: str) -> None:
     assert held == [unit.name for unit in model.units()]
 
 
-def test_zero_2_is_refused_by_name() -> None:
-    """gpt-neox 62, DeepSpeed 1629: refused with a reason, not with a KeyError deep inside."""
-    with pytest.raises(LayoutError, match="zero"):
-        parse("pp=2 dp=2 zero=2 mb=1")
+PLANNED_ONLY = {
+    "runs-zero": "pp=2 dp=2 zero=2 mb=1",
+    "runs-context": "cp=2 mb=1",
+    "runs-schedule": "pp=2 schedule=zb-v mb=1",
+    "runs-recompute": "mb=1 recompute=act",
+    "runs-kv-heads": "tp=4 mb=1",
+    "runs-vocab": "tp=4 mb=1",
+    "runs-order": "pp=2 dp=2 mb=1 order=dp",
+}
+
+
+@pytest.mark.parametrize("rule", PLANNED_ONLY)
+def test_what_is_planned_only_is_refused_by_name(rule: str) -> None:
+    """gpt-neox 62, DeepSpeed 1629: refused with a reason, not with a KeyError deep inside, nor with a wrong loss."""
+    layout = parse(PLANNED_ONLY[rule])
+    work = job(tiny(4, vocab=42, kv_heads=2 if rule == "runs-kv-heads" else 8), f"{layout.world_size}xcpu")
+    assert not findings(layout, work)
+    assert rule in {f.rule for f in runs_here(layout, work)}
+    with pytest.raises(LayoutError, match=rule):
+        prove_rank(work, layout, 0, tensors="real")
 
 
 def measured(work: Job, text: str) -> list[int]:
@@ -168,9 +183,11 @@ def test_no_rank_draws_from_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("vocab", "tp", "legal"), [(129280, 24, False), (129280, 8, True), (20, 8, False)])
-def test_a_vocabulary_that_does_not_divide_is_refused_by_the_plan(vocab: int, tp: int, legal: bool) -> None:
+@pytest.mark.parametrize(("vocab", "tp", "runs"), [(129280, 24, False), (129280, 8, True), (20, 8, False)])
+def test_a_vocabulary_that_does_not_divide_is_padded_by_the_plan_and_refused_by_the_runtime(
+    vocab: int, tp: int, runs: bool
+) -> None:
     """sglang 31799"""
-    found = findings(parse(f"tp={tp} mb=1"), job(tiny(4, vocab=vocab), f"{tp}xcpu"))
-    assert legal == (not found)
-    assert legal or any("vocab" in str(finding) for finding in found)
+    found = runs_here(parse(f"tp={tp} mb=1"), job(tiny(4, vocab=vocab), f"{tp}xcpu"))
+    assert runs == ("runs-vocab" not in {f.rule for f in found})
+    assert runs or any("vocabulary" in f.message for f in found)

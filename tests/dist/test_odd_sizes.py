@@ -13,6 +13,7 @@ from shardwise.model.spec import Model
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rules import findings
+from shardwise.plan.runs import runs_here
 from shardwise.prove.dryrun import prove_rank
 from shardwise.train.threads import run_threads
 from tests.support.models import job
@@ -69,7 +70,7 @@ def draw_split(rng: random.Random, layers: int, stages: int) -> tuple[int, ...]:
 
 
 def draw(seed: int) -> tuple[Layout, Job]:
-    """The first legal composition on at most MOST_RANKS ranks that this seed draws."""
+    """The first composition that is legal and runs, on at most MOST_RANKS ranks that this seed draws."""
     rng = random.Random(seed)
     while True:
         model = draw_model(rng)
@@ -78,7 +79,7 @@ def draw(seed: int) -> tuple[Layout, Job]:
             continue
         batch = layout.dp * layout.mb * rng.choice([1, 2, 3, 5])
         work = job(model, f"{layout.world_size}xcpu", seq_len=rng.choice([4, 6, 7, 12]), batch=batch)
-        if not findings(layout, work):
+        if not findings(layout, work) and not runs_here(layout, work):
             return layout, work
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from shardwise.account import comm as account
+from shardwise.account.traffic import Traffic
 from shardwise.cli import app
 from shardwise.collective import Kind, Labels, Phase
 from shardwise.model.spec import Cut, Model
@@ -42,8 +43,8 @@ def test_a_ledger_that_lies_ends_with_4_and_names_the_module(monkeypatch: pytest
     """The prediction forgets one edge of one op."""
     whole = account.unit_traffic
 
-    def forgetful(model: Model, kind: str, cut: Cut) -> tuple[account.Traffic, ...]:
-        return tuple(t for t in whole(model, kind, cut) if (t.op, t.phase) != ("mlp.down", Phase.F))
+    def forgetful(model: Model, kind: str, cut: Cut, recompute: str) -> tuple[Traffic, ...]:
+        return tuple(t for t in whole(model, kind, cut, recompute) if (t.op, t.phase) != ("mlp.down", Phase.F))
 
     monkeypatch.setattr(account, "unit_traffic", forgetful)
     done = CliRunner().invoke(app, ["prove", TINY, "--rank", "0"])

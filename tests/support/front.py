@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from shardwise.model.spec import Model
 from shardwise.plan.job import Job
-from shardwise.plan.layout import RECOMPUTE, Layout, split_of
+from shardwise.plan.layout import Layout, split_of
 from shardwise.plan.rules import findings
+from shardwise.plan.runs import RECOMPUTE, runs_here
 from tests.support.models import job, tiny
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1")
@@ -50,7 +51,17 @@ def layouts(ranks: int) -> Iterator[Layout]:
         for sp, zero, name, recompute in itertools.product(
             (False, True) if tp > 1 else (False,), zeros, names, RECOMPUTE
         ):
-            yield Layout(tp, sp, pp, replicate, shard, zero, name, (), micro_batch(replicate * shard, pp), recompute)
+            yield Layout(
+                tp=tp,
+                sp=sp,
+                pp=pp,
+                dp_replicate=replicate,
+                dp_shard=shard,
+                zero=zero,
+                schedule=name,
+                mb=micro_batch(replicate * shard, pp),
+                recompute=recompute,
+            )
 
 
 def micro_batch(dp: int, pp: int) -> int:
@@ -59,7 +70,7 @@ def micro_batch(dp: int, pp: int) -> int:
 
 
 def cases(most: int) -> list[Case]:
-    """Every composition on 1, 2, 4 .. `most` ranks, tied and not; each is legal."""
+    """Every composition on 1, 2, 4 .. `most` ranks, tied and not; each is legal and runs."""
     found = [
         Case(layout, tied)
         for ranks in (2**i for i in range(most.bit_length()))
@@ -67,7 +78,7 @@ def cases(most: int) -> list[Case]:
         for tied in (False, True)
     ]
     for case in found:
-        broken = findings(case.layout, case.job())
+        broken = [*findings(case.layout, case.job()), *runs_here(case.layout, case.job())]
         assert not broken, f"{case}: {broken[0]}"
         assert sum(split_of(case.layout, case.model.layers)) == case.model.layers
     return found

@@ -75,7 +75,7 @@ def whole_weights(model: Model, seed: int = 0) -> Tensors:
     for unit in model.units():
         for p in unit.block.parameters:
             shape = tuple(model.dims[d] for d in p.dims)
-            record = Record(logical_name(unit, p), shape, p.tp_dim, False, shape[0], 0)
+            record = Record(logical_name(model, unit, p), shape, p.tp_dim, False, shape[0], 0)
             weights[record.name] = initial_values(model, record, 1, 0, seed)
     return weights
 

@@ -1,95 +1,24 @@
 """The predicted ledger: every collective that one rank issues in one step, from the two tables alone.
 
-Activations: each op's edges, read from table 2. Parameters and gradients: the storages' records. Which of them happen
-and how often: the rank's lowered row. Nothing here has seen the runtime.
+Activations: what each op's edges move (`account/traffic.py`). Parameters and gradients: the storages' records. Which
+of them happen and how often: the rank's lowered row. Nothing here has seen the runtime.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from shardwise.account.traffic import issued, unit_traffic
 from shardwise.collective import Collective, Key, Kind, Ledger, Phase, axis_label
-from shardwise.mesh import DATA, REPORT, SHARDED, Axes, Mesh
-from shardwise.model.spec import Cut, Model, Op, Unit
-from shardwise.placement import Local, Move, stream_edges
+from shardwise.mesh import DATA, EXPERT_SHARDED, REPORT, SHARDED, Axes, Mesh, with_cp
+from shardwise.model.spec import Unit
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
-from shardwise.plan.shards import RankUnits, Storage, block_named, gradient_moves, rank_units, tied_ranks
+from shardwise.plan.shards import TWINS, RankUnits, Storage, gradient_moves, placement, rank_units, tied_ranks
 from shardwise.schedule.lowering import Do, Instruction
 from shardwise.schedule.table import P2P
 from shardwise.schedule.table import Op as Act
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """One collective over tp that an op of a unit issues in one phase; `wide` tells the accumulation dtype.
-
-    Phase B holds what the input gradient needs, phase W what the weight gradients need beside it. Where both run as
-    one action the two are issued under B, and `shared` traffic of W is not issued again.
-    """
-
-    op: str
-    phase: Phase
-    kind: Kind
-    payload_bytes: int
-    wide: bool = False
-    shared: bool = False
-
-
-@lru_cache(maxsize=65536)
-def unit_traffic(model: Model, kind: str, cut: Cut) -> tuple[Traffic, ...]:
-    """Collectives over tp of one micro-batch of a unit, in every phase."""
-    if cut.tp == 1:
-        return ()
-    block = block_named(model, kind)
-    out: list[Traffic] = []
-    for op in block.ops:
-        out += _op_traffic(model, op, cut)
-    names = {op.name for op in block.recomputed}
-    again = [replace(t, phase=Phase.RECOMPUTE) for t in out if t.phase is Phase.F and t.op in names]
-    return (*out, *again)
-
-
-def issued(traffic: Traffic, act: Act, recompute: bool, split: bool) -> Phase | None:
-    """Under which phase an action issues this collective, or None. `split`: W is an action of its own."""
-    if act is Act.F:
-        return Phase.F if traffic.phase is Phase.F else None
-    if act is Act.W:
-        return Phase.W if split and traffic.phase is Phase.W else None
-    if traffic.phase is Phase.W:
-        return Phase.B if not split and not traffic.shared else None
-    if traffic.phase is Phase.RECOMPUTE:
-        return Phase.RECOMPUTE if recompute else None
-    return Phase.B if traffic.phase is Phase.B else None
-
-
-def _op_traffic(model: Model, op: Op, cut: Cut) -> list[Traffic]:
-    into, out = stream_edges(cut.sp)
-    whole = cut.elements(model, "Th") * cut.compute_bytes
-    found: list[Traffic] = []
-
-    def add(phase: Phase, move: Move, shared: bool = False) -> None:
-        if not isinstance(move, Local):
-            found.append(Traffic(op.name, phase, move, whole, shared=shared))
-
-    if op.gathers:
-        add(Phase.F, into.forward)
-        add(Phase.B, into.backward)
-        add(Phase.W, into.forward)  # the input was saved as a shard: it is gathered again
-    if op.reduces:
-        add(Phase.F, out.forward)
-        if op.kind == "embed":
-            add(Phase.W, out.backward)  # no input gradient
-        else:
-            add(Phase.B, out.backward)
-            add(Phase.W, out.backward, shared=True)
-    if op.kind == "cross_entropy":
-        rows = cut.tokens * cut.accumulate_bytes
-        found += [Traffic(op.name, Phase.F, Kind.ALL_REDUCE, rows, wide=True)] * 3  # maximum, target, sum
-    return found
 
 
 class _Predictor:
@@ -98,6 +27,7 @@ class _Predictor:
     def __init__(self, job: Job, layout: Layout, rank: int) -> None:
         self.job, self.layout, self.rank = job, layout, rank
         self.mesh: Mesh = layout.mesh
+        self.experts: Mesh = layout.expert_mesh
         self.coordinates = self.mesh.coordinates(rank)
         self.ledger: Ledger = Counter()
         self._groups: dict[Axes, tuple[int, ...]] = {}
@@ -105,8 +35,19 @@ class _Predictor:
     def ranks(self, axes: Axes) -> tuple[int, ...]:
         """This rank's group along `axes`, listed once."""
         if axes not in self._groups:
-            self._groups[axes] = self.mesh.group(self.rank, axes)
+            self._groups[axes] = self._ranks(axes)
         return self._groups[axes]
+
+    def _ranks(self, axes: Axes) -> tuple[int, ...]:
+        if axes == TWINS:
+            return tuple(sorted(map(self.peer, self._twins(self.coordinates["pp"]))))
+        dense = {axis for axis, _ in self.mesh.degrees}
+        return (self.mesh if set(axes) <= dense else self.experts).group(self.rank, axes)
+
+    def _twins(self, here: int) -> set[int]:
+        """Pipeline ranks that hold a stage of this one."""
+        pairs = zip(*placement(self.layout.schedule, self.layout.pp), strict=True)
+        return {rank for pair in pairs if here in pair for rank in pair}
 
     def add(self, module: str, phase: Phase, kind: Kind, axes: Axes, payload: int, dtype: str, count: int = 1) -> None:
         ranks = self.ranks(axes)
@@ -143,30 +84,42 @@ def predict_ledger(job: Job, layout: Layout, rank: int, micro_batches: int | Non
 def _add_compute(p: _Predictor, unit: Unit, act: Act, count: int) -> None:
     """The edges of a unit's ops under one kind of action."""
     cut, precision = p.job.cut(p.layout), p.job.precision
-    recompute = p.layout.recompute == "full"
-    for t in unit_traffic(p.job.model, unit.block.kind, cut):
-        phase = issued(t, act, recompute, act is not Act.BW)
+    for t in unit_traffic(p.job.model, unit.block.kind, cut, p.layout.recompute):
+        phase = issued(t, act, act is not Act.BW)
         if phase is not None:
             module = f"{unit.name}.{t.op}" if t.op else unit.name
-            dtype = precision.accumulate if t.wide else precision.compute
-            p.add(module, phase, t.kind, ("tp",), t.payload_bytes, dtype, count)
+            dtype = {1: precision.compute, 2: precision.accumulate, 3: "int64"}[t.role]
+            if t.kind in (Kind.SEND, Kind.RECV):
+                _add_ring(p, module, phase, t.kind, int(t.payload_bytes), dtype, int(t.count) * count)
+            else:
+                p.add(module, phase, t.kind, (t.axis,), int(t.payload_bytes), dtype, int(t.count) * count)
+
+
+def _add_ring(p: _Predictor, module: str, phase: Phase, kind: Kind, payload: int, dtype: str, count: int) -> None:
+    """K and V go to the next rank of the ring and come from the one before."""
+    ring = p.ranks(("cp",))
+    here = ring.index(p.rank)
+    before, after = ring[here - 1], ring[(here + 1) % len(ring)]
+    if len(ring) > 1 and count:
+        ranks = (p.rank, after) if kind is Kind.SEND else (before, p.rank)
+        p.ledger[Collective(Key(module, phase, "cp"), kind, ranks, payload, dtype)] += count
 
 
 def _add_storage(p: _Predictor, do: Do, storage: Storage, final: bool) -> None:
-    """Parameters gathered, gradients reduced: over the shards' axis first, then the shard over every other axis."""
+    """Parameters gathered, gradients reduced: over the shards' axes first, then the shard over every other axis."""
     precision, layout = p.job.precision, p.layout
-    compute, wide = precision.compute_bytes, precision.accumulate_bytes
+    compute, wide = precision.compute_bytes, p.job.gradient_bytes
     if do is Do.UNSHARD:
         payload = storage.padded_numel * compute
-        p.add(storage.unit, Phase.UNSHARD, Kind.ALL_GATHER, ("dp_shard",), payload, precision.compute)
+        p.add(storage.unit, Phase.UNSHARD, Kind.ALL_GATHER, storage.shard_axes, payload, precision.compute)
     elif do is Do.REDUCE:
         for move in gradient_moves(storage, layout.zero, final):
-            p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, move.elements * wide, precision.accumulate)
+            p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, move.elements * wide, p.job.gradient_dtype)
     elif do is Do.TIE and storage.tied is not None:
         ranks = tuple(map(p.peer, tied_ranks(p.job.model, layout)))
         key = Key(storage.unit, Phase.TIE, "tied")
         payload = storage.tied.shard_numel * wide
-        p.ledger[Collective(key, Kind.ALL_REDUCE, ranks, payload, precision.accumulate)] += 1
+        p.ledger[Collective(key, Kind.ALL_REDUCE, ranks, payload, p.job.gradient_dtype)] += 1
 
 
 def _add_p2p(p: _Predictor, op: P2P) -> None:
@@ -180,14 +133,16 @@ def _add_p2p(p: _Predictor, op: P2P) -> None:
 
 
 def _add_step(p: _Predictor, held: RankUnits) -> None:
-    """Once a step: the token count, the loss, the clip norm, and ZeRO-1's new parameters."""
-    precision = p.job.precision
+    """Once a step: the token count, the loss, the clip norm, and the new parameters of ZeRO-1 and 2."""
+    precision, cp = p.job.precision, p.layout.cp
     wide = precision.accumulate_bytes
-    if "head" in held.storages:
-        p.add("loss", Phase.COUNT, Kind.ALL_REDUCE, DATA, 8, "int64")
-    p.add("loss", Phase.REPORT, Kind.ALL_REDUCE, REPORT, wide, precision.accumulate)
-    p.add("clip", Phase.NORM, Kind.ALL_REDUCE, SHARDED, wide, precision.accumulate)
-    if p.layout.zero == 1:
+    if any(s.units[-1].block.kind == "head" for s in held.stages):
+        p.add("loss", Phase.COUNT, Kind.ALL_REDUCE, with_cp(DATA, cp), 8, "int64")
+    p.add("loss", Phase.REPORT, Kind.ALL_REDUCE, with_cp(REPORT, cp), wide, precision.accumulate)
+    p.add("clip", Phase.NORM, Kind.ALL_REDUCE, with_cp(SHARDED, cp), wide, precision.accumulate)
+    if p.layout.zero == 0:
+        p.add("clip.experts", Phase.NORM, Kind.ALL_REDUCE, EXPERT_SHARDED, wide, precision.accumulate)
+    if p.layout.zero in (1, 2):
         for storage in held.storages.values():
             payload = storage.padded_numel * precision.compute_bytes
-            p.add(storage.unit, Phase.GATHER, Kind.ALL_GATHER, ("dp_shard",), payload, precision.compute)
+            p.add(storage.unit, Phase.GATHER, Kind.ALL_GATHER, storage.shard_axes, payload, precision.compute)

@@ -1,287 +1,262 @@
 """Exact peak memory of every layout: static state, the live set of the schedule, and what the running unit adds.
 
 A schedule's live profile says in which states each pipeline rank runs its actions; a unit's memory says what an action
-adds; both are integers, so the peak is exact. All of it is computed on columns of a `LayoutBatch`: one layout is a
-batch of one.
+adds; both are integers, so the peak is exact. All of it is computed on columns that broadcast (`account/static.py`):
+one layout is a grid of one.
+
+A rank's peak is the largest of a few sums `activations + whole parameters + opened gradients`. The first depends on the
+cut and on recomputation, the others on the cut and on ZeRO, and only ZeRO-2 and 3 have any: so the largest activations
+of each kind of sum are found first, and the grid is filled last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwise import schedule as schedules
+from shardwise.account.actions import Actions, Moment
 from shardwise.account.columns import rows_of_each
-from shardwise.account.static import SAME, Columns, columns_of
-from shardwise.model.spec import EMBEDDING, HEAD, LAYER
+from shardwise.account.static import Columns, Gathered, Held, Opened, columns_of
+from shardwise.account.units import most
+from shardwise.account.waiting import Profile, Waiting, running, waiting
+from shardwise.model.spec import Count, Model
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
-from shardwise.plan.shards import block_named
+from shardwise.plan.shards import make_stages
 from shardwise.results import MemoryBreakdown
 from shardwise.schedule import LiveState
-from shardwise.schedule.table import Op
+
+_Sum = tuple[Gathered | None, Opened | None]
+"""What lives beside the activations at a moment."""
 
 
-class Profile(NamedTuple):
-    """A stage by what it holds; stages with equal profiles have equal memory."""
+class Pipeline(NamedTuple):
+    """What a batch of layouts shares: the schedule, and the stages of each rank as the kinds of their units."""
 
-    embedding: bool
-    layers: int
-    head: bool
-
-    def kind(self, position: int) -> str:
-        if position < self.embedding:
-            return EMBEDDING
-        return LAYER if position < self.embedding + self.layers else HEAD
-
-    @property
-    def units(self) -> int:
-        return self.embedding + self.layers + self.head
-
-
-def profiles_of(split: tuple[int, ...]) -> tuple[Profile, ...]:
-    """The profile of every stage."""
-    last = len(split) - 1
-    return tuple(Profile(i == 0, layers, i == last) for i, layers in enumerate(split))
-
-
-def _positions(profile: Profile) -> Iterator[int]:
-    """Units at which an action's memory can peak: it is linear in between, over equal layers."""
-    first, layers = int(profile.embedding), profile.layers
-    inner = {0, 1, layers - 2, layers - 1} if layers > 1 else set(range(layers))
-    wanted = {first + i for i in inner if 0 <= i < layers}
-    return iter(sorted(wanted | {0, profile.units - 1}))
-
-
-_Held = tuple[Profile, ...]
-_States = tuple[LiveState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Adds:
-    """What an action adds at its peak, by part: [n] each."""
-
-    activations: Ints
-    gathered: Ints
-    gradients: Ints
-
-    @property
-    def total(self) -> Ints:
-        return self.activations + self.gathered + self.gradients
-
-
-class _Actions:
-    """Prices the actions of one group of layouts; equal questions are asked once."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.c = columns
-        self._known: dict[object, _Adds] = {}
-
-    def adds(self, state: LiveState, profile: Profile, before: str | None, after: str | None) -> _Adds:
-        """The peak inside the action. `before`, `after`: units that run just before and after it on this rank."""
-        key = (state.op, profile, before, after)
-        if key not in self._known:
-            moments = [m for p in _positions(profile) for m in self._moments(state.op, profile, p, before, after)]
-            self._known[key] = _largest(moments)
-        return self._known[key]
-
-    def reads(self, op: Op, kind: str) -> bool:
-        """Whether an action reads the parameters of a unit of this kind; W never does."""
-        return op is Op.F or (op is not Op.W and block_named(self.c.job.model, kind).backward_reads)
-
-    def neighbours(self, state: LiveState, held: _Held) -> tuple[str | None, str | None]:
-        """Kinds of the units just before and after the action on this rank; None where one reads no parameters."""
-        profile = held[state.chunk]
-        first, last = (0, profile.units - 1) if state.op is Op.F else (profile.units - 1, 0)
-        # Where the unit reads no parameters it holds none that a neighbour could go on using.
-        ours = [(state.chunk, p) if self.reads(state.op, profile.kind(p)) else (-1, -1) for p in (first, last)]
-        return self._end(state.preceding, held, 1, ours[0]), self._end(state.following, held, 0, ours[1])
-
-    def _end(self, action: tuple[Op, int] | None, held: _Held, end: int, ours: tuple[int, int]) -> str | None:
-        """The kind of the first (0) or last (1) unit of a neighbouring action, SAME if it is `ours`."""
-        if action is None:
-            return None
-        op, chunk = action
-        top = held[chunk].units - 1
-        position = top * (end == (op is Op.F))
-        if not self.reads(op, held[chunk].kind(position)):
-            return None
-        return SAME if (chunk, position) == ours else held[chunk].kind(position)
-
-    def _moments(self, op: Op, profile: Profile, p: int, before: str | None, after: str | None) -> Iterator[_Adds]:
-        """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""
-        c, kind = self.c, profile.kind(p)
-        step = 1 if op is Op.F else -1
-        reads = self.reads(op, kind)
-        behind = profile.kind(p - step) if 0 <= p - step < profile.units else before
-        ahead = profile.kind(p + step) if 0 <= p + step < profile.units else after
-        if ahead in (EMBEDDING, LAYER, HEAD) and 0 <= p + step < profile.units and not self.reads(op, ahead):
-            ahead = None
-        rest = self._saved(profile, p) + (self._queued(profile, p) if op is Op.B else self._waiting(profile, p, op))
-        unit = c.unit[kind]
-        peak = {Op.F: unit.f_peak, Op.BW: unit.bw_peak, Op.B: unit.b_peak, Op.W: unit.w_peak}[op]
-        coming = c.coming(ahead, kind if reads else None)
-        zero = np.zeros_like(rest)
-        if reads:
-            held = unit.input if op is Op.F else unit.saved + unit.incoming
-            yield _Adds(rest + held, c.becoming_ready(kind, behind), zero)
-        opened = c.opened(kind) if op in (Op.W, Op.BW) else zero
-        whole = c.whole(kind) if reads else zero
-        yield _Adds(rest + peak, whole + coming, opened)
-        if op in (Op.W, Op.BW):
-            left = unit.input if op is Op.BW else zero
-            yield _Adds(rest + left, whole + coming, opened + c.reduced(kind))
-
-    def _saved(self, profile: Profile, p: int) -> Ints:
-        """Kept by the stage's units below unit p."""
-        c = self.c
-        layers = min(max(p - profile.embedding, 0), profile.layers)
-        return layers * c.unit[LAYER].saved + (p > 0 and profile.embedding) * c.unit[EMBEDDING].saved
-
-    def _queued(self, profile: Profile, p: int) -> Ints:
-        """Left for W by the units above unit p, through which B has come."""
-        c = self.c
-        above = min(profile.units - profile.head - 1 - p, profile.layers)
-        above_head = profile.head and p < profile.units - 1
-        return max(above, 0) * c.unit[LAYER].queued + above_head * c.unit[HEAD].queued
-
-    def _waiting(self, profile: Profile, p: int, op: Op) -> Ints:
-        """W drains from the top: the units below still hold their queues, and saved nothing else."""
-        c = self.c
-        if op is not Op.W:
-            return np.zeros_like(c.unit[LAYER].saved)
-        layers = min(max(p - profile.embedding, 0), profile.layers)
-        below = layers * c.unit[LAYER].queued + (p > 0 and profile.embedding) * c.unit[EMBEDDING].queued
-        return below - self._saved(profile, p)
-
-    def stage(self, profile: Profile) -> tuple[Ints, Ints]:
-        """(saved from F to B, queued from B to W) of a micro-batch of the whole stage."""
-        c, units = self.c, profile.units
-        saved = self._saved(profile, units - profile.head) + profile.head * c.unit[HEAD].saved
-        queued = profile.layers * c.unit[LAYER].queued + profile.embedding * c.unit[EMBEDDING].queued
-        return saved, queued + profile.head * c.unit[HEAD].queued
-
-
-def _largest(moments: list[_Adds]) -> _Adds:
-    """The largest moment of every layout."""
-    which = np.argmax(np.stack([m.total for m in moments]), axis=0)
-    pick = np.arange(len(which))
-    return _Adds(
-        np.stack([m.activations for m in moments])[which, pick],
-        np.stack([m.gathered for m in moments])[which, pick],
-        np.stack([m.gradients for m in moments])[which, pick],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Layouts of one pipeline: `rows` of the batch, what they share, and what its ranks hold.
-
-    `members` are indices into `rows` by capped micro-batch count: what one live profile serves.
-    """
-
-    rows: Ints
-    pp: int
     name: str
-    held: tuple[_Held, ...]
-    members: dict[int, Ints]
-
-
-def _groups(job: Job, batch: LayoutBatch) -> Iterator[_Group]:
-    micro_batches = job.global_batch // (batch.dp * batch.mb)
-    for rows in rows_of_each(batch.pp, batch.schedule, batch.split):
-        first = batch.row(int(rows[0]))
-        pp, name, profiles = first.pp, first.schedule, profiles_of(split_of(first, job.model.layers))
-        counts = micro_batches[rows].tolist()
-        capped = np.asarray([schedules.capped(name, pp, count) for count in counts], dtype=np.int64)
-        members = {int(capped[which[0]]): which for which in rows_of_each(capped)}
-        yield _Group(rows, pp, name, tuple(profiles[rank::pp] for rank in range(pp)), members)
-
-
-class _RankPeaks(NamedTuple):
-    """One pipeline rank at every state: totals [states, n], and what decomposes them."""
-
-    totals: Ints
-    adds: list[_Adds]
-    waiting: Ints
-    p2p: Ints
+    pp: int
+    held: tuple[Held, ...]
 
 
 @lru_cache(maxsize=4096)
-def _classes(name: str, pp: int, micro_batches: int, held: tuple[_Held, ...]) -> dict[_Held, _States]:
-    """Ranks that hold equal stages, as one: the largest states of any of them."""
-    ranks: dict[_Held, list[int]] = {}
-    for rank, mine in enumerate(held):
-        ranks.setdefault(mine, []).append(rank)
-    states = schedules.profile(name, pp, micro_batches, tuple(map(tuple, ranks.values())))
-    return dict(zip(ranks, states, strict=True))
-
-
-def _priced(held: _Held, states: _States, actions: _Actions, members: Ints) -> _RankPeaks:
-    """All live states of a rank that holds these stages, priced for some of the layouts."""
-    stages = [actions.stage(p) for p in held]
-    saved, queued = (np.stack([s[i][members] for s in stages]) for i in (0, 1))  # [chunks, n]
-    in_flight = np.asarray([s.in_flight for s in states], dtype=np.int64)  # [states, chunks]
-    waiting = in_flight @ saved + np.asarray([s.queued for s in states], dtype=np.int64) @ queued
-    buffers = np.asarray([s.send_buffers + s.recv_buffers for s in states], dtype=np.int64)
-    p2p = buffers[:, None] * actions.c.border[members]
-    adds = [actions.adds(s, held[s.chunk], *actions.neighbours(s, held)) for s in states]
-    totals = waiting + p2p + np.stack([a.total[members] for a in adds])
-    return _RankPeaks(totals, adds, waiting, p2p)
+def pipeline_of(model: Model, pp: int, name: str, split: tuple[int, ...]) -> Pipeline:
+    """`split` empty is the default split."""
+    split = split or split_of(Layout(pp=pp, schedule=name), model.layers)
+    stages = make_stages(model, pp, name, split)
+    kinds = [[tuple(u.block.kind for u in s.units) for s in stages if s.rank == rank] for rank in range(pp)]
+    return Pipeline(name, pp, tuple(map(tuple, kinds)))
 
 
 def peak_bytes(job: Job, batch: LayoutBatch) -> Ints:
     """Total bytes, assumed parts included, of each layout's fullest pipeline rank: [n]. The layouts must be legal."""
     out = np.zeros(len(batch), dtype=np.int64)
-    for group in _groups(job, batch):
-        actions = _Actions(columns_of(job, batch.take(group.rows)))
-        out[group.rows] = np.maximum.reduce([_peak(group, held, actions) for held in dict.fromkeys(group.held)])
+    for rows in rows_of_each(batch.pp, batch.schedule, batch.split):
+        grid = batch.take(rows).expanded(2)
+        out[rows] = GridMemory(job, grid, columns_of(job, grid)).peaks(slice(None)).ravel()
     return out
 
 
-def _peak(group: _Group, held: _Held, actions: _Actions) -> Ints:
-    """Total bytes of the ranks that hold these stages."""
-    columns = actions.c
-    dynamic = columns.step_scratch(held)
-    for micro_batches, members in group.members.items():
-        states = _classes(group.name, group.pp, micro_batches, group.held)[held]
-        running = _priced(held, states, actions, members).totals.max(axis=0)
-        dynamic[members] = np.maximum(dynamic[members], running)
-    proved = sum(columns.static(held).values()) + dynamic
-    return proved + sum(columns.assumed(proved).values())
+class _Class(NamedTuple):
+    """Ranks that hold equal stages: what always lives, what the optimizer's step takes, the largest activations."""
+
+    static: Count
+    step: Count
+    activations: Ints
+    sums: dict[_Sum, Ints]
+
+
+class GridMemory:
+    """`peak_bytes` of a grid [k, r, z] of one pipeline: k cuts with their micro-batch, r ways to recompute, z ways to
+    cut the state. Where a combination is not legal the number means nothing. The grid is filled for some rows of k at
+    a time: all that fills it is much smaller. Not `exact`, steps too short to fill their pipeline have upper bounds.
+    """
+
+    def __init__(self, job: Job, batch: LayoutBatch, columns: Columns, exact: bool = True) -> None:
+        self.c, self.shape = columns, batch.shape
+        self.cut = np.flatnonzero((batch.zero >= 2).any(axis=(0, 1)))
+        pipeline = _pipeline(job, batch)
+        actions = Actions(columns)
+        sharing = tuple(_by_micro_batches(pipeline, columns.micro_batches, exact))
+        self.classes: list[_Class] = []
+        for held in dict.fromkeys(pipeline.held):
+            sums = _sums(pipeline, held, actions, _Sharing(sharing, (batch.shape[0], batch.shape[1], 1)))
+            static = sum(columns.static(held).values())
+            self.classes.append(_Class(static, columns.step_scratch(held), most(sums.values()), sums))
+        keys = {key for found in self.classes for key in found.sums} if len(self.cut) else set[_Sum]()
+        self.beside = {key: self._beside(key) for key in keys}
+
+    def _beside(self, key: _Sum) -> Ints:
+        """[way, 1, cut] parameters and gradients of one kind of sum, where the state is cut by ZeRO-2 or 3."""
+        c, ways = self.c, int(self.c.way.max(initial=0)) + 1
+        found = (c.zero == 3) * c.gathered(key[0]) + (c.zero >= 2) * c.opened(key[1])
+        return np.broadcast_to(found, (ways, 1, self.shape[2]))[:, :, self.cut]
+
+    def peaks(self, rows: slice) -> Ints:
+        """[k', r, z] of some rows."""
+        k = len(range(self.shape[0])[rows])
+        proved = np.zeros((k, *self.shape[1:]), dtype=np.int64)
+        for of in self.classes:
+            static = np.broadcast_to(of.static, (self.shape[0], 1, self.shape[2]))[rows]
+            step = np.broadcast_to(of.step, (self.shape[0], 1, self.shape[2]))[rows]
+            np.maximum(proved, static + np.maximum(of.activations[rows], step), out=proved)
+            if len(self.cut):
+                ways = self.c.way[rows]
+                loaded = most(alive[rows] + self.beside[key][ways] for key, alive in of.sums.items())
+                proved[:, :, self.cut] = np.maximum(proved[:, :, self.cut], static[:, :, self.cut] + loaded)
+        return self._with_assumed(proved, rows)
+
+    def _with_assumed(self, proved: Ints, rows: slice) -> Ints:
+        groups = np.broadcast_to(self.c.groups, (self.shape[0], 1, self.shape[2]))[rows]
+        return proved + sum(self.c.assumed(proved, groups).values())
+
+
+def _pipeline(job: Job, batch: LayoutBatch) -> Pipeline:
+    name, split = batch.names[int(batch.schedule.flat[0])], batch.splits[int(batch.split.flat[0])]
+    return pipeline_of(job.model, int(batch.pp.flat[0]), name, split)
+
+
+class _Served(NamedTuple):
+    """Rows [k'] that one live profile serves, that of `profiled` micro-batches; `most` of them are there at most, a
+    column [k', 1, 1] or one number."""
+
+    profiled: int
+    most: Count
+    rows: slice | Ints
+
+
+def _by_micro_batches(pipeline: Pipeline, micro_batches: Ints, exact: bool) -> Iterator[_Served]:
+    """`exact`: every number of micro-batches has its own profile, up to where more of them add nothing. Otherwise the
+    short steps take the long ones' profile, cut to as many micro-batches as they have: at least as much memory."""
+    name, pp = pipeline.name, pipeline.pp
+    counts = micro_batches[:, 0, 0]
+    enough = schedules.saturation(name, pp)
+    if not exact and enough is not None:
+        yield _Served(enough, np.minimum(micro_batches, enough), slice(None))
+        return
+    distinct, inverse = np.unique(counts, return_inverse=True)
+    capped = np.asarray([schedules.capped(name, pp, int(n)) for n in distinct], dtype=np.int64)
+    for count in np.unique(capped).tolist():
+        rows = np.flatnonzero((capped == count)[inverse])
+        yield _Served(count, count, slice(None) if len(rows) == len(counts) else rows)
+
+
+class _Sharing(NamedTuple):
+    """Which profile serves which rows, and the shape [k, r, 1] of what is summed."""
+
+    profiles: tuple[_Served, ...]
+    shape: tuple[int, int, int]
+
+
+def _sums(pipeline: Pipeline, held: Held, actions: Actions, sharing: _Sharing) -> dict[_Sum, Ints]:
+    """The largest activations [k, r, 1] beside each kind of sum, of a rank that holds these stages."""
+    c = actions.c
+    stages = {profile: actions.stage(profile) for profile in dict.fromkeys(held)}
+    sums: dict[_Sum, Ints] = {}
+    for served in sharing.profiles:
+        held_back = _HeldBack(held, stages, served, _rows(c.border, served.rows))
+        states = waiting(c.job.model, pipeline.name, pipeline.pp, served.profiled, pipeline.held)[held]
+        for act, alike in groupby(states, key=lambda state: state.running):
+            largest = most(held_back.of(state) for state in alike)
+            for moment in actions.moments(act):
+                key = moment.gathered, moment.opened
+                if key not in sums:
+                    sums[key] = np.zeros(sharing.shape, dtype=np.int64)
+                total = largest + _rows(moment.activations, served.rows)
+                sums[key][served.rows] = np.maximum(sums[key][served.rows], total)
+    return sums
+
+
+class _HeldBack:
+    """Bytes of the micro-batches that wait: saved from F to B, queued from B to W; equal products are made once."""
+
+    def __init__(self, held: Held, stages: dict[Profile, tuple[Count, Count]], served: _Served, border: Ints) -> None:
+        self.held, self.stages, self.served, self.border = held, stages, served, border
+        self._known: dict[tuple[Profile, int, int], Count] = {}
+
+    def of(self, state: Waiting) -> Count:
+        total = state.buffers * self.border
+        for i, counts in enumerate((state.in_flight, state.queued)):
+            for profile, n in counts:
+                total = total + self._product(profile, i, n)
+        return total
+
+    def _product(self, profile: Profile, i: int, n: int) -> Count:
+        key = profile, i, n
+        if key not in self._known:
+            there = np.minimum(n, self.served.most * self.held.count(profile))
+            self._known[key] = there * _rows(self.stages[profile][i], self.served.rows)
+        return self._known[key]
+
+
+def _rows(column: Count, rows: slice | Ints) -> Ints:
+    """Some rows of a column [k, ..]; a plain number or [1, ..] is the same in all."""
+    array = np.asarray(column, dtype=np.int64)
+    return array.reshape((1, 1, 1)) if array.ndim < 3 else array if len(array) == 1 else array[rows]
 
 
 def memory_of(job: Job, layout: Layout) -> list[MemoryBreakdown]:
     """The peak of every pipeline rank of a legal layout, by part, with the action at which it occurs."""
-    batch = LayoutBatch.of([layout])
-    (group,) = _groups(job, batch)
-    columns = columns_of(job, batch)
-    actions = _Actions(columns)
-    return [_breakdown(group, rank, columns, actions) for rank in range(group.pp)]
+    batch = LayoutBatch.of([layout]).expanded(2)
+    pipeline, columns = _pipeline(job, batch), columns_of(job, batch)
+    actions = Actions(columns)
+    return [_breakdown(pipeline, rank, columns, actions) for rank in range(pipeline.pp)]
 
 
-def _breakdown(group: _Group, rank: int, columns: Columns, actions: _Actions) -> MemoryBreakdown:
-    held, (micro_batches,) = group.held[rank], group.members
-    states = schedules.profile(group.name, group.pp, micro_batches)[rank]
-    peaks = _priced(held, states, actions, np.zeros(1, dtype=np.int64))
-    i = int(np.argmax(peaks.totals[:, 0]))
-    step = int(columns.step_scratch(held)[0])
-    parts = {name: int(value[0]) for name, value in columns.static(held).items()}
-    if step > int(peaks.totals[i, 0]):
+class _Peak(NamedTuple):
+    total: int
+    waiting: int
+    buffers: int
+    moment: Moment
+    state: LiveState
+
+
+def _breakdown(pipeline: Pipeline, rank: int, columns: Columns, actions: Actions) -> MemoryBreakdown:
+    held, micro_batches = pipeline.held[rank], int(columns.micro_batches.flat[0])
+    states = schedules.profile(pipeline.name, pipeline.pp, micro_batches)[rank]
+    peak = max(_peaks(held, states, actions), key=lambda p: p.total)
+    step = _one(columns.step_scratch(held))
+    parts = {name: _one(value) for name, value in columns.static(held).items()}
+    if step > peak.total:
         action = "optimizer step"
         parts["gathered parameters"] = step
     else:
-        action = f"{states[i].op} of stage {rank + states[i].chunk * group.pp}"
-        add = peaks.adds[i]
-        parts["activations"] = int(peaks.waiting[i, 0] + add.activations[0])
-        parts["gathered parameters"] = int(add.gathered[0])
-        parts["gradients"] += int(add.gradients[0])
-        parts["pipeline buffers"] = int(peaks.p2p[i, 0])
+        action = f"{peak.state.op} of stage {_stage(pipeline, rank, peak.state.chunk)}"
+        zero = int(columns.zero.flat[0])
+        parts["activations"] = peak.waiting + _one(peak.moment.activations)
+        parts["gathered parameters"] = _one(columns.gathered(peak.moment.gathered)) if zero == 3 else 0
+        parts["gradients"] += _one(columns.opened(peak.moment.opened)) if zero >= 2 else 0
+        parts["pipeline buffers"] = peak.buffers
     proved = np.asarray([sum(parts.values())])
-    assumed = {name: int(value[0]) for name, value in columns.assumed(proved).items()}
+    assumed = {name: _one(value) for name, value in columns.assumed(proved, columns.groups).items()}
     return MemoryBreakdown(rank, action, {k: v for k, v in parts.items() if v}, assumed)
+
+
+def _peaks(held: Held, states: tuple[LiveState, ...], actions: Actions) -> Iterator[_Peak]:
+    c = actions.c
+    zero = int(c.zero.flat[0])
+    stages = [tuple(map(_one, actions.stage(profile))) for profile in held]
+    for state in states:
+        held_back = sum(n * saved for n, (saved, _) in zip(state.in_flight, stages, strict=True))
+        held_back += sum(n * queued for n, (_, queued) in zip(state.queued, stages, strict=True))
+        buffers = (state.send_buffers + state.recv_buffers) * _one(c.border)
+        act = running(c.job.model, held, (state.op, state.chunk), state.preceding, state.following)
+        for moment in actions.moments(act):
+            beside = _one(c.gathered(moment.gathered)) * (zero == 3) + _one(c.opened(moment.opened)) * (zero >= 2)
+            yield _Peak(held_back + buffers + _one(moment.activations) + beside, held_back, buffers, moment, state)
+
+
+def _one(column: Count) -> int:
+    """The number in a column of one layout."""
+    return int(np.asarray(column).flat[0])
+
+
+def _stage(pipeline: Pipeline, rank: int, chunk: int) -> int:
+    """The stage that a rank holds as one of its chunks."""
+    schedule = schedules.build(pipeline.name, pipeline.pp, 2 * pipeline.pp)
+    return schedule.stages_of(rank)[chunk]

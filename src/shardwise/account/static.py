@@ -1,80 +1,94 @@
-"""Columns of what the memory model adds up: unit memory, storages and the assumed parts, for many layouts at once."""
+"""Columns of what the memory model adds up: unit memory, storages and the assumed parts, for many layouts at once.
+
+The columns of a batch broadcast: what depends on the cut alone is [k, 1, 1], on recomputation [k, r, 1], on ZeRO
+[k, 1, z]. Nothing is expanded to the whole grid before it has to be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.account.columns import per_key
-from shardwise.account.units import UnitMemory, unit_memory
-from shardwise.mesh import AXES, communicators
-from shardwise.model.spec import KINDS, Cut, Model, Unit
-from shardwise.plan.batch import Ints, LayoutBatch
+from shardwise.account.columns import by_recompute, distinct, spread, where
+from shardwise.account.units import UnitMemory, most, unit_memory
+from shardwise.mesh import communicators
+from shardwise.model.spec import EMBEDDING, HEAD, Count, Cut, Model, Unit
+from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout
-from shardwise.plan.shards import Storage, block_named, ends_share_rank, make_storage
+from shardwise.plan.shards import EXPERTS, State, borrowed, ends_share_rank, storages
 
 SAME = "same"
 """In place of a neighbour's kind: the very unit that runs."""
 
-
-class Held(Protocol):
-    """A stage by what it holds."""
-
-    @property
-    def embedding(self) -> bool: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def head(self) -> bool: ...
-
-
-class UnitColumns(NamedTuple):
-    """`UnitMemory` of one kind of unit, a column [n] a field; `incoming` is the gradient that its backward takes."""
-
-    input: Ints
-    saved: Ints
-    incoming: Ints
-    f_peak: Ints
-    bw_peak: Ints
-    b_peak: Ints
-    queued: Ints
-    w_peak: Ints
+Held = tuple[tuple[str, ...], ...]
+"""The stages of a rank, each as the kinds of its units."""
 
 
 class StorageColumns(NamedTuple):
-    """Elements of one kind's storage, [n] each: as the products see it, padded over all shards, and one shard."""
+    """Elements of one kind's storage: as the products see it, padded over all shards, and one shard."""
 
-    numel: Ints
-    padded: Ints
-    shard: Ints
-    parts: Ints
+    numel: Count
+    padded: Count
+    shard: Count
+    parts: int
     """flat views that the optimizer steps"""
+
+
+class Gathered(NamedTuple):
+    """Parameters of ZeRO-3 that are whole at a moment: those of `kind`, and the gathers under way for `ahead`.
+
+    `ready`: the moment before, when they are copied out of their gather; the unit `behind` may have held some.
+    """
+
+    kind: str | None
+    ahead: str | None
+    ready: bool = False
+    behind: str | None = None
+
+
+class Opened(NamedTuple):
+    """Gradients of one micro-batch of a unit where they are cut (ZeRO-2 and 3); `reduced`, with what a reduce-scatter
+    returns before it is added to the shard."""
+
+    kind: str
+    reduced: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Everything by column [n]; methods return bytes [n]. `shared`: one rank holds both users of a tied weight."""
+    """Methods return bytes. `shared`: one rank holds both users of a tied weight.
+
+    What depends on the way the state is cut has a row for each of the few ways: `way` [k] is that of every layout.
+    """
 
     job: Job
-    unit: dict[str, UnitColumns]
+    unit: dict[str, UnitMemory]
     storage: dict[str, StorageColumns]
+    """of every way"""
+    way: Ints
     zero: Ints
-    border: Ints
+    """of every way"""
+    border: Count
     """one activation at a stage border"""
-    data: Ints
+    data: Count
     """token ids of a whole step; the targets are as many"""
     micro_batches: Ints
     shared: bool
     groups: Ints
     """communicators that a rank opens: of its collectives, of point-to-point, and at the ends of tied copies"""
 
+    def spread(self, value: Count) -> Count:
+        """What is known of every way, of every layout."""
+        return spread(value, int(self.way.max(initial=0)) + 1, self.way)
+
     def uses(self, kind: str) -> tuple[str, ...]:
         """Storages that a unit of this kind reads."""
-        return ("head", "embedding") if kind == "head" and self.shared else (kind,)
+        own = tuple(s for s in (kind, f"{kind}.{EXPERTS}") if s in self.storage)
+        model = self.job.model
+        return (*own, *(s for s in borrowed(model, model.block(kind), self.shared) if s in self.storage))
 
     @property
     def _compute(self) -> int:
@@ -82,158 +96,169 @@ class Columns:
 
     @property
     def _wide(self) -> int:
-        return self.job.precision.accumulate_bytes
+        return self.job.gradient_bytes
 
-    def _gathered(self, elements: Ints, width: int) -> Ints:
-        """Only ZeRO-3 has it."""
-        return np.where(self.zero == 3, elements * width, 0)
-
-    def _in_transit(self, storage: str) -> Ints:
+    def _in_transit(self, storage: str) -> Count:
         """A gather under way: the whole padded unit, and this rank's part where it had to be cast."""
         s = self.storage[storage]
-        cast = s.shard if self._compute != self._wide else 0
-        return self._gathered(s.padded + cast, self._compute)
+        cast = s.shard if self._compute != self.job.precision.accumulate_bytes else 0
+        return (s.padded + cast) * self._compute
 
-    def coming(self, ahead: str | None, running: str | None) -> Ints:
-        """Gathers under way for the next unit while `running` (None: it holds no parameters) computes.
+    def gathered(self, g: Gathered | None) -> Count:
+        """Under ZeRO-3, of every way; nothing lives so otherwise."""
+        if g is None:
+            return 0
+        if g.ready:
+            return self._becoming_ready(g)
+        whole = sum(self.storage[s].numel * self._compute for s in self.uses(g.kind)) if g.kind else 0
+        if g.ahead is None or g.ahead == SAME:
+            return whole
+        held = self.uses(g.kind) if g.kind and g.kind != g.ahead else ()
+        return whole + sum(self._in_transit(s) for s in self.uses(g.ahead) if s not in held)
 
-        `ahead` is None where the next unit reads nothing, SAME where it is the running one again.
-        """
-        if ahead is None or ahead == SAME:
-            return np.zeros_like(self.zero)
-        held = self.uses(running) if running and running != ahead else ()
-        wanted = [s for s in self.uses(ahead) if s not in held]
-        return sum((self._in_transit(s) for s in wanted), np.zeros_like(self.zero))
-
-    def whole(self, kind: str) -> Ints:
-        """Parameters of a unit while it computes."""
-        return sum(
-            (self._gathered(self.storage[s].numel, self._compute) for s in self.uses(kind)), np.zeros_like(self.zero)
-        )
-
-    def becoming_ready(self, kind: str, behind: str | None) -> Ints:
+    def _becoming_ready(self, g: Gathered) -> Count:
         """Largest moment of copying a unit's parameters out of its gather; nothing if the unit behind held them."""
-        if behind == SAME:
-            return np.zeros_like(self.zero)
-        held = self.uses(behind) if behind and behind != kind else ()
-        waiting = [s for s in self.uses(kind) if s not in held]
-        moments = [np.zeros_like(self.zero)]
-        done = np.zeros_like(self.zero)
+        if g.behind == SAME or g.kind is None:
+            return 0
+        held = self.uses(g.behind) if g.behind and g.behind != g.kind else ()
+        waiting = [s for s in self.uses(g.kind) if s not in held]
+        moments: list[Count] = [0]
+        done: Count = 0
         for i, s in enumerate(waiting):
             columns = self.storage[s]
-            copying = self._gathered(columns.padded + columns.numel, self._compute)
-            moments.append(done + copying + sum((self._in_transit(o) for o in waiting[i + 1 :]), np.zeros_like(done)))
-            done = done + self._gathered(columns.numel, self._compute)
-        return np.maximum.reduce(moments)
+            copying = (columns.padded + columns.numel) * self._compute
+            moments.append(done + copying + sum(self._in_transit(o) for o in waiting[i + 1 :]))
+            done = done + columns.numel * self._compute
+        return most(moments)
 
-    def opened(self, kind: str) -> Ints:
-        """Gradient buffers of one micro-batch of a unit."""
-        return sum(
-            (self._gathered(self.storage[s].padded, self._wide) for s in self.uses(kind)), np.zeros_like(self.zero)
-        )
+    def opened(self, o: Opened | None) -> Count:
+        """Under ZeRO-2 and 3, of every way."""
+        if o is None:
+            return 0
+        sizes = [self.storage[s] for s in self.uses(o.kind)]
+        buffers = sum(s.padded * self._wide for s in sizes)
+        return buffers + o.reduced * most([s.shard * self._wide for s in sizes])
 
-    def reduced(self, kind: str) -> Ints:
-        """What a reduce-scatter returns, before it is added to the shard."""
-        return np.maximum.reduce([self._gathered(self.storage[s].shard, self._wide) for s in self.uses(kind)])
-
-    def static(self, held: Sequence[Held]) -> dict[str, Ints]:
+    def static(self, held: Held) -> dict[str, Count]:
         """What lives from the first step to the last on a rank that holds these stages."""
-        counts = {
-            "embedding": sum(p.embedding for p in held),
-            "layer": sum(p.layers for p in held),
-            "head": sum(p.head for p in held),
-        }
-        c, w, zero = self._compute, self._wide, self.zero
-        aliased = (zero == 0) & (c == w)
-        parts = {name: np.zeros_like(zero) for name in ("parameters", "gradients", "optimizer")}
-        for kind, count in counts.items():
-            s = self.storage[kind]
-            parts["parameters"] += count * np.where(zero < 3, s.numel * c, 0)
-            parts["gradients"] += count * np.where(zero < 3, s.padded, s.shard) * w
-            parts["optimizer"] += count * (np.where(aliased, 2, 3) * s.shard * w + s.parts * 4)
-        ends = counts["embedding"] + counts["head"]
+        kinds = [kind for stage in held for kind in stage]
+        c, w, wide, zero = self._compute, self._wide, self.job.precision.accumulate_bytes, self.zero
+        aliased = (zero == 0) & (c == wide)
+        stack = self.job.stack.state
+        parts: dict[str, Count] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for kind in dict.fromkeys(kinds):
+            count = min(kinds.count(kind), self.job.model.count(kind) * len(held))
+            for s in (self.storage[n] for n in self.uses(kind) if n.partition(".")[0] == kind):
+                weights = (zero < 3) * s.numel * (c + self.job.precision.cached_bytes)
+                gradients = where(zero < 2, s.padded, s.shard) * w
+                own = np.where(aliased, 2, 3) * s.shard * wide + s.parts * 4
+                stated = np.ceil(s.shard * stack.optimizer_bytes_per_parameter).astype(np.int64)
+                optimizer = stated if stack.optimizer_bytes_per_parameter else own
+                for name, size in zip(tuple(parts), (weights, gradients, optimizer), strict=True):
+                    parts[name] = parts[name] + count * size
+        parts = {name: self.spread(value) for name, value in parts.items()}
+        heads = kinds.count(HEAD)
+        ends = kinds.count(EMBEDDING) + heads
         tables = self.job.seq_len * self.job.model.head_dim * c
         # Scalars as well: the scale of the loss; where the head is, each micro-batch's loss and the gradient of one.
-        scalars = w * (1 + counts["head"] * (self.micro_batches + 1))
+        scalars = wide * (1 + heads * (self.micro_batches + 1))
         parts["tokens and tables"] = ends * self.data + tables + scalars
         return parts
 
-    def step_scratch(self, held: Sequence[Held]) -> Ints:
-        """Largest moment of the optimizer's step: ZeRO-1 gathers the new parameters, unit by unit."""
-        kinds = {k for p in held for k, here in zip(KINDS, (p.embedding, p.layers > 0, p.head), strict=True) if here}
-        cast = self._compute != self._wide
-        sizes = [(self.storage[k].padded + cast * self.storage[k].shard) * self._compute for k in kinds]
-        return np.where(self.zero == 1, np.maximum.reduce(sizes), 0)
+    def step_scratch(self, held: Held) -> Count:
+        """Largest moment of the optimizer's step: ZeRO-1 and 2 gather the new parameters, unit by unit."""
+        names = {s for stage in held for kind in stage for s in self.uses(kind)}
+        cast = self._compute != self.job.precision.accumulate_bytes
+        sizes = [(s.padded + cast * s.shard) * self._compute for s in (self.storage[n] for n in sorted(names))]
+        gathers = ((self.zero == 1) | (self.zero == 2)) * most(sizes)
+        transient = self.job.stack.state.step_bytes_per_parameter
+        if not transient:
+            return self.spread(gathers)
+        kinds = [kind for stage in held for kind in stage]
+        stepped = sum(self.storage[s].shard for kind in kinds for s in self.uses(kind))
+        return self.spread(most([gathers, np.ceil(stepped * transient).astype(np.int64)]))
 
-    def assumed(self, proved: Ints) -> dict[str, Ints]:
-        """Context, communicators and the allocator's margin: priors of the device, counted for fit only."""
+    def assumed(self, proved: Ints, groups: Ints) -> dict[str, Ints]:
+        """Context, communicators of so many groups and the allocator's margin: priors of the device, counted for fit
+        only."""
         assumed = self.job.cluster.device.assumed_memory
+        margin = self.job.stack.allocator_margin
         return {
             "context": np.full_like(proved, assumed.context_bytes),
-            "communicators": self.groups * int(assumed.communicator_bytes),
-            "allocator margin": (proved * assumed.allocator_margin).astype(np.int64),
+            "communicators": groups * int(assumed.communicator_bytes),
+            "allocator margin": (proved * (assumed.allocator_margin if margin is None else margin)).astype(np.int64),
         }
 
 
 def columns_of(job: Job, batch: LayoutBatch) -> Columns:
     """The columns of layouts that share pp and schedule."""
-    model = job.model
-    shared = model.tied and ends_share_rank(batch.names[int(batch.schedule[0])], int(batch.pp[0]))
+    model, cut = job.model, job.cuts(batch)
+    shared = ends_share_rank(batch.names[int(batch.schedule.flat[0])], int(batch.pp.flat[0]))
 
-    def memory(kind: str) -> UnitColumns:
-        def value(tp: int, sp: int, mb: int, recompute: int) -> Ints:
-            return _fields(unit_memory(model, kind, cut_of(job, tp, sp, mb), bool(recompute)))
+    def memory(kind: str) -> UnitMemory:
+        return UnitMemory(*by_recompute(batch, lambda way: _fields(unit_memory(model, kind, cut, way))))
 
-        return UnitColumns(*per_key([batch.tp, batch.sp, batch.mb, batch.recompute], value).T)
-
-    def storage(kind: str) -> StorageColumns:
-        def value(tp: int, sp: int, shards: int) -> Ints:
-            return _sizes(make_storage(model, unit_of(model, kind), tp, bool(sp), shards, shared))
-
-        return StorageColumns(*per_key([batch.tp, batch.sp, batch.shards], value).T)
-
-    def border(tp: int, sp: int, mb: int) -> Ints:
-        return np.asarray(message_bytes(job, cut_of(job, tp, sp, mb)), dtype=np.int64)
-
-    def opened(*degrees: int) -> Ints:
-        wide = [axis for axis, degree in zip(AXES, degrees, strict=True) if degree]
-        return np.asarray(communicators(wide) + ("pp" in wide) * (1 + (model.tied and not shared)), dtype=np.int64)
-
-    degrees = (batch.pp, batch.dp_replicate, batch.dp_shard, batch.tp)
-    groups = per_key([(d > 1).astype(np.int64) for d in degrees], opened)
+    few, way = distinct(batch, _CUTS)
+    dp = job.cluster.world_size // (batch.tp * batch.cp * batch.pp)
+    micro_batches = job.global_batch // np.maximum(1, dp * batch.mb)
     return Columns(
         job,
-        {k: memory(k) for k in KINDS},
-        {k: storage(k) for k in KINDS},
-        batch.zero,
-        per_key([batch.tp, batch.sp, batch.mb], border),
-        job.global_batch // batch.dp * job.seq_len * 8,
-        job.global_batch // (batch.dp * batch.mb),
+        {k: memory(k) for k in model.kinds},
+        _storage_columns(job, few, shared),
+        way,
+        few.zero,
+        message_bytes(job, cut),
+        job.global_batch // np.maximum(1, dp) * (job.seq_len // batch.cp) * 8,
+        micro_batches,
         shared,
-        groups,
+        _communicators(batch, model.tied and not shared),
     )
 
 
+_CUTS = ("tp", "sp", "cp", "ep", "etp", "zero", "dp_replicate", "dp_shard")
+"""Columns that decide how state is cut; those that a grid has along z are the same in all its rows."""
+
+
+def _storage_columns(job: Job, batch: LayoutBatch, shared: bool) -> dict[str, StorageColumns]:
+    """By kind, and by kind and EXPERTS."""
+    cut = job.cuts(batch)
+    found: dict[str, StorageColumns] = {}
+    for kind in job.model.kinds:
+        for s in storages(job.model, unit_of(job.model, kind), cut, State(batch.shards, batch.edp), shared):
+            name = f"{kind}.{EXPERTS}" if s.unit.endswith(f".{EXPERTS}") else kind
+            found[name] = StorageColumns(s.numel, s.padded_numel, s.shard_numel, s.parts)
+    return found
+
+
+def _communicators(batch: LayoutBatch, tied_apart: bool) -> Ints:
+    """[..] how many a rank opens: asked once for each set of axes with more than one rank."""
+    axes: dict[str, Bools] = {
+        "pp": batch.pp > 1,
+        "dp_replicate": batch.dp_replicate > 1,
+        "dp_shard": batch.dp_shard > 1,
+        "cp": batch.cp > 1,
+        "tp": batch.tp > 1,
+        "ep": batch.ep > 1,
+        "etp": batch.etp > 1,
+    }
+    axes["edp"] = (axes["ep"] | axes["etp"]) & (batch.edp > 1)
+    code = sum(mask.astype(np.int64) << i for i, mask in enumerate(axes.values()))
+    counts = np.zeros(1 << len(axes), dtype=np.int64)
+    for value in np.unique(code).tolist():
+        wide = [axis for i, axis in enumerate(axes) if value >> i & 1]
+        counts[value] = communicators(wide) + ("pp" in wide) * (1 + tied_apart)
+    return counts[code]
+
+
 def unit_of(model: Model, kind: str) -> Unit:
-    """A unit of this kind: all layers are alike."""
-    return Unit("layers.0" if kind == "layer" else kind, block_named(model, kind))
+    """A unit of this kind: all of one kind are alike."""
+    return Unit("layers.0" if kind in model.chain else kind, model.block(kind))
 
 
-def cut_of(job: Job, tp: int, sp: int, mb: int) -> Cut:
-    """The cut of a layout given by three of its columns."""
-    return job.cut(Layout(tp=tp, sp=bool(sp), mb=mb))
-
-
-def message_bytes(job: Job, cut: Cut) -> int:
+def message_bytes(job: Job, cut: Cut) -> Count:
     """One activation (or its gradient) at a stage border."""
-    return cut.bytes(job.model, block_named(job.model, "layer").output)
+    return cut.elements(job.model, "th") * job.precision.compute_bytes
 
 
-def _fields(m: UnitMemory) -> Ints:
-    found = (m.input, m.saved, m.incoming, m.f_peak, m.bw_peak, m.b_peak, m.queued, m.w_peak)
-    return np.asarray(found, dtype=np.int64)
-
-
-def _sizes(s: Storage) -> Ints:
-    parts = (s.vector_numel > 0) + (s.vector_numel < s.shard_numel)
-    return np.asarray((s.numel, s.padded_numel, s.shard_numel, parts), dtype=np.int64)
+def _fields(m: UnitMemory) -> Sequence[Count]:
+    return (m.input, m.saved, m.incoming, m.f_peak, m.bw_peak, m.b_peak, m.queued, m.w_peak)

@@ -2,31 +2,42 @@
 
 A unit runs on a detached input. Its forward keeps what its ops save; its backward walks the ops in reverse, frees what
 an op saved when the op is done, and makes the gradients of its inputs. With split gradients, every product keeps its
-input and its output's gradient until W. All sizes are bytes; peaks count everything the unit owns at that moment,
-its input and the incoming gradient among it.
+input and its output's gradient until W. What is recomputed is not kept: it lives from its first reader in the backward
+to its own op. All sizes are bytes, or columns of them; peaks count everything the unit owns at that moment, its input
+and the incoming gradient among it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
-from shardwise.model.spec import HEAD, Block, Cut, Model, Op, Scratch, TensorDesc
-from shardwise.plan.shards import block_named
+import numpy as np
+
+from shardwise.model.spec import HEAD, Block, Count, Cut, Model, Op, Scratch, TensorDesc
 
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
     """`saved` lives from F to B, `queued` from B to W; the peaks are those inside the unit's own actions."""
 
-    input: int
-    saved: int
-    incoming: int
-    f_peak: int
-    bw_peak: int
-    b_peak: int
-    queued: int
-    w_peak: int
+    input: Count
+    saved: Count
+    incoming: Count
+    f_peak: Count
+    bw_peak: Count
+    b_peak: Count
+    queued: Count
+    w_peak: Count
+
+
+def most(values: Iterable[Count]) -> Count:
+    """The largest, place by place where some are columns."""
+    largest: Count = 0
+    for value in values:
+        columns = np.ndim(value) or np.ndim(largest)
+        largest = np.maximum(largest, value) if columns else max(largest, value)
+    return largest
 
 
 class _Tensors:
@@ -35,7 +46,7 @@ class _Tensors:
     def __init__(self, model: Model, block: Block, cut: Cut) -> None:
         self.model, self.cut = model, cut
         self.owner: dict[str, str] = {}
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, Count] = {}
         for desc in block.inputs:
             # Token ids stay with the data of the step; they are no activation.
             self._own(desc, 0 if desc.name == "ids" else cut.bytes(model, desc))
@@ -48,16 +59,30 @@ class _Tensors:
             for desc in op.keeps:
                 self._own(TensorDesc(f"{op.name}.{desc.name}", desc.dims), cut.bytes(model, desc))
 
-    def _own(self, desc: TensorDesc, size: int) -> None:
+    def _own(self, desc: TensorDesc, size: Count) -> None:
         self.owner[desc.name], self.sizes[desc.name] = desc.name, size
 
-    def total(self, storages: set[str]) -> int:
+    def total(self, storages: set[str]) -> Count:
         return sum(self.sizes[s] for s in storages)
 
-    def scratch(self, moments: tuple[Scratch, ...], outputs: int) -> int:
+    def scratch(self, moments: tuple[Scratch, ...], outputs: Count) -> Count:
         """The largest moment beside what lives already; `outputs` bytes are the op's results."""
         sizes = [sum(self.cut.bytes(self.model, t) for t in m.tensors) + m.outputs * outputs for m in moments]
-        return max([outputs, *sizes])
+        return most([outputs, *sizes])
+
+    def travelling(self, op: Op, backward: bool) -> Count:
+        """What context parallelism adds to an attention: K and V of the next rank of the ring (and their gradients on
+        the way, in the accumulation dtype), all heads' tokens, or all ranks' K and V."""
+        if op.kind != "attention":
+            return 0
+        cut = self.cut
+        query, keys = self.sizes[op.inputs[0]], sum(self.sizes[n] for n in op.inputs[1:3])
+        widened = keys * cut.accumulate_bytes // max(1, cut.compute_bytes)
+        ring = keys + backward * (keys + 2 * widened)
+        exchanged = query + keys + backward * query
+        gathered = (1 + backward) * keys * cut.cp
+        kind = cut.cp_kind
+        return (cut.cp > 1) * ((kind == 0) * ring + (kind == 1) * exchanged + (kind == 2) * gathered)
 
     def saved_by(self, op: Op) -> set[str]:
         return {self.owner[name] for name in op.saves} | {f"{op.name}.{k.name}" for k in op.keeps}
@@ -65,11 +90,26 @@ class _Tensors:
     def made_by(self, op: Op) -> set[str]:
         return {d.name for d in op.outputs if d.name != op.residual}
 
+    def remade_by(self, op: Op) -> set[str]:
+        """What an op that is recomputed leaves to the backward. Attention's output stays: it is the next product's
+        input, and only the core runs again (Korthikanti et al. 2205.05198, section 5)."""
+        made = set[str]() if op.kind == "attention" else self.made_by(op)
+        return made | {f"{op.name}.{k.name}" for k in op.keeps}
 
-def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool) -> tuple[int, set[str]]:
-    """(peak, storages alive at the end). `dead_tail`: the last product is not computed, only its node is made."""
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A forward's peak, and the storages alive at its end."""
+
+    peak: Count
+    alive: set[str]
+
+
+def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool, again: tuple[Op, ...]) -> _Walk:
+    """`dead_tail`: the last product is not computed, only its node is made; `again`: ops whose results are dropped."""
     alive = {tensors.owner[d.name] for d in block.inputs}
     pinned = set(alive)
+    dropped = set[str]().union(*(tensors.remade_by(op) for op in again))
     last_use = {tensors.owner[n]: i for i, op in enumerate(block.ops) for n in op.inputs}
     last_use[tensors.owner[block.output.name]] = len(block.ops)
     peak = tensors.total(alive)
@@ -78,12 +118,13 @@ def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool) -> tu
         if dead_tail and i == len(block.ops) - 1:
             made = set[str]()
         else:
-            peak = max(peak, tensors.total(alive) + tensors.scratch(op.scratch_f, tensors.total(made)))
+            beside = tensors.scratch(op.scratch_f, tensors.total(made)) + tensors.travelling(op, False)
+            peak = most([peak, tensors.total(alive) + beside])
         if keep:
-            pinned |= tensors.saved_by(op)
+            pinned |= tensors.saved_by(op) | ({tensors.owner[n] for n in op.inputs} if op in again else set())
         alive |= made
-        alive = {s for s in alive if s in pinned or last_use.get(s, -1) > i}
-    return peak, alive
+        alive = {s for s in alive if (s in pinned and s not in dropped) or last_use.get(s, -1) > i}
+    return _Walk(peak, alive)
 
 
 def _gradient_of(name: str) -> str:
@@ -94,15 +135,29 @@ def _gradient_of(name: str) -> str:
 class _Backward:
     """Peaks of a walk over the ops in reverse, and what it leaves for W: per product, the storages it holds."""
 
-    peak: int
+    peak: Count
     queue: list[tuple[Op, set[str]]]
 
 
-def _backward(block: Block, tensors: _Tensors, split: bool) -> _Backward:
+def _held(block: Block, tensors: _Tensors, again: tuple[Op, ...]) -> list[set[str]]:
+    """Saved storages that live while the backward of the i-th op runs."""
+    saves = [tensors.saved_by(op) for op in block.ops]
+    pinned = {tensors.owner[n] for op in again for n in op.inputs} if again else set[str]()
+    found = [set[str]().union(*saves[: i + 1]) | pinned for i in range(len(block.ops))]
+    for producer, op in enumerate(block.ops):
+        if op in again:
+            for name in tensors.remade_by(op):
+                last = max((i for i, saved in enumerate(saves) if name in saved), default=producer)
+                for i, here in enumerate(found):
+                    here.discard(name) if not producer <= i <= last else here.add(name)
+    return found
+
+
+def _backward(block: Block, tensors: _Tensors, split: bool, again: tuple[Op, ...]) -> _Backward:
     """The walk of B (`split`) or of BW. Gradients are storages too, added to `tensors`."""
     grads = {block.output.name: _gradient_of(block.output.name)}
     tensors.sizes[grads[block.output.name]] = 0 if block.kind == HEAD else tensors.sizes[block.output.name]
-    held_saves = [tensors.saved_by(op) for op in block.ops]
+    held_saves = _held(block, tensors, again)
     inputs = {tensors.owner[d.name] for d in block.inputs}
     outer = grads[block.output.name]
     live_grads = {outer}
@@ -110,12 +165,12 @@ def _backward(block: Block, tensors: _Tensors, split: bool) -> _Backward:
     queued: set[str] = set()
     for i in reversed(range(len(block.ops))):
         op = block.ops[i]
-        saved = set[str]().union(*held_saves[: i + 1]) | inputs
-        base = tensors.total(saved | live_grads | queued)
+        base = tensors.total(held_saves[i] | inputs | live_grads | queued)
         incoming = {grads[d.name] for d in op.outputs if d.name in grads}
         made = _make_gradients(op, tensors, grads)
-        moments = op.scratch_b if split and op.kind in ("linear", "embed") else op.scratch_b + op.scratch_w
-        walk.peak = max(walk.peak, base + tensors.scratch(moments, tensors.total(made)))
+        moments = op.scratch_b if split and op.kind in PRODUCTS else op.scratch_b + op.scratch_w
+        beside = tensors.scratch(moments, tensors.total(made)) + tensors.travelling(op, True)
+        walk.peak = most([walk.peak, base + beside])
         if split and op.parameters:
             held = _queue_entry(op, tensors, grads)
             walk.queue.append((op, held))
@@ -126,11 +181,15 @@ def _backward(block: Block, tensors: _Tensors, split: bool) -> _Backward:
     return walk
 
 
+PRODUCTS = ("linear", "embed", "router", "experts")
+"""Kinds of ops whose weight gradient can wait for an action of its own."""
+
+
 def _make_gradients(op: Op, tensors: _Tensors, grads: dict[str, str]) -> set[str]:
     """Gradients of the op's inputs: new storages, but for a residual (the incoming one) and logits (in place)."""
     made: set[str] = set()
     for name in op.inputs:
-        if name == op.residual and op.kind == "linear":
+        if name == op.residual:
             grads[name] = grads[op.outputs[0].name]
         elif op.kind == "cross_entropy":
             grads[name] = name
@@ -143,43 +202,46 @@ def _make_gradients(op: Op, tensors: _Tensors, grads: dict[str, str]) -> set[str
 
 def _queue_entry(op: Op, tensors: _Tensors, grads: dict[str, str]) -> set[str]:
     """What a queued weight gradient holds: a product its input and its outputs' gradients, a norm the result."""
-    if op.kind == "norm":
+    if op.kind not in PRODUCTS:
         name = f"{op.name}.dw"
-        tensors.sizes[name] = tensors.cut.bytes(tensors.model, TensorDesc("dw", "h", "accumulate"))
+        dims = max((p.dims for p in op.parameters), key=len)
+        tensors.sizes[name] = tensors.cut.bytes(tensors.model, TensorDesc("dw", dims, "accumulate"))
         return {name}
-    return tensors.saved_by(op) | {grads[d.name] for d in op.outputs}
+    return tensors.saved_by(op) | {grads[d.name] for d in op.outputs if d.name in grads}
 
 
-def _weight_peak(tensors: _Tensors, queue: list[tuple[Op, set[str]]]) -> int:
+def _weight_peak(tensors: _Tensors, queue: list[tuple[Op, set[str]]]) -> Count:
     """Draining the queue in the order in which B filled it."""
-    peak = 0
+    peak: Count = 0
     for i, (op, _) in enumerate(queue):
         live = set[str]().union(*(held for _, held in queue[i:]))
-        moments = op.scratch_w if op.kind in ("linear", "embed") else ()
-        peak = max(peak, tensors.total(live) + tensors.scratch(moments, 0))
+        moments = op.scratch_w if op.kind in PRODUCTS else ()
+        peak = most([peak, tensors.total(live) + tensors.scratch(moments, 0)])
     return peak
 
 
-@lru_cache(maxsize=65536)
-def unit_memory(model: Model, kind: str, cut: Cut, recompute: bool) -> UnitMemory:
-    """Memory of a unit of this kind. `recompute`: keep the input alone and run the forward again before B."""
-    block = block_named(model, kind)
-    recompute = recompute and block.recomputable
+def unit_memory(model: Model, kind: str, cut: Cut, recompute: str) -> UnitMemory:
+    """Memory of a unit of this kind. `recompute`: none; full, to keep the input alone and run the forward again
+    before B; or the ops that are computed again by themselves. `cut` may hold columns."""
+    block = model.block(kind)
+    full = recompute == "full" and block.recomputable
+    again = () if full else block.again(recompute)
     tensors = _Tensors(model, block, cut)
     source = tensors.total({tensors.owner[d.name] for d in block.inputs})
-    f_peak, kept = _forward(block, tensors, keep=not recompute, dead_tail=False)
+    forward = _forward(block, tensors, not full, False, again)
     output = tensors.sizes[block.output.name]
-    full = _Tensors(model, block, cut)
-    again, _ = _forward(block, full, keep=True, dead_tail=True) if recompute else (0, set[str]())
-    whole, split = _backward(block, tensors, split=False), _backward(block, full, split=True)
+    remade = _Tensors(model, block, cut)
+    second = _forward(block, remade, True, True, ()).peak if full else 0
+    whole, split = _backward(block, tensors, False, again), _backward(block, remade, True, again)
     gradient = 0 if kind == HEAD else output
+    before = second + gradient if full else 0
     return UnitMemory(
         input=source,
-        saved=source if recompute else tensors.total(kept - {block.output.name}),
+        saved=source if full else tensors.total(forward.alive - {block.output.name}),
         incoming=gradient,
-        f_peak=f_peak,
-        bw_peak=max(whole.peak, again + gradient if recompute else 0),
-        b_peak=max(split.peak, again + gradient if recompute else 0),
-        queued=full.total(set[str]().union(*(held for _, held in split.queue))),
-        w_peak=_weight_peak(full, split.queue),
+        f_peak=forward.peak,
+        bw_peak=most([whole.peak, before]),
+        b_peak=most([split.peak, before]),
+        queued=remade.total(set[str]().union(*(held for _, held in split.queue))),
+        w_peak=_weight_peak(remade, split.queue),
     )

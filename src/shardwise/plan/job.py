@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from shardwise.cluster.device import Cluster
 from shardwise.model.spec import Cut, Model
-from shardwise.plan.layout import Layout
+from shardwise.plan.batch import LayoutBatch
+from shardwise.plan.layout import CP_KINDS, Layout
+from shardwise.plan.stack import SHARDWISE, Stack
 from shardwise.units import DTYPE_BYTES, format_count
 
 
@@ -17,6 +19,15 @@ class Precision:
     name: str
     compute: str
     accumulate: str
+    product: str = ""
+    """dtype of the products where it is not `compute`"""
+    cached_bytes: int = 0
+    """bytes of each weight's copies in the products' dtype"""
+
+    @property
+    def product_dtype(self) -> str:
+        """What the device's peak is asked for."""
+        return self.product or self.compute
 
     @property
     def compute_bytes(self) -> int:
@@ -31,8 +42,12 @@ PRECISIONS = {
     "bf16": Precision("bf16", "bfloat16", "float32"),
     "fp32": Precision("fp32", "float32", "float32"),
     "fp64": Precision("fp64", "float64", "float64"),
+    "fp16": Precision("fp16", "float16", "float32"),
+    "fp8": Precision("fp8", "bfloat16", "float32", "float8_e4m3fn", 2),
+    "bf16-pure": Precision("bf16-pure", "bfloat16", "bfloat16"),
 }
-"""bf16 with fp32 master weights, gradients and moments; the others use one dtype throughout."""
+"""bf16 and fp16 with fp32 master weights, gradients and moments; fp8 as bf16, with products in fp8 and both layouts of
+each weight kept in it; the others use one dtype throughout."""
 
 
 class JobError(ValueError):
@@ -45,13 +60,28 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`seq_len` tokens a sequence, `global_batch` sequences a step. AdamW, full training."""
+    """`seq_len` tokens a sequence, `global_batch` sequences a step, under a software stack. AdamW, full training.
+
+    `imbalance`: routed copies on the fullest rank over the mean, 1 where the router is balanced.
+    """
 
     model: Model
     cluster: Cluster
     seq_len: int
     global_batch: int
     precision: Precision = PRECISIONS["bf16"]
+    stack: Stack = SHARDWISE
+    imbalance: float = 1.0
+
+    @property
+    def gradient_dtype(self) -> str:
+        """Of gradient buffers and what is reduced of them."""
+        p = self.precision
+        return p.compute if self.stack.state.gradients == "compute" else p.accumulate
+
+    @property
+    def gradient_bytes(self) -> int:
+        return DTYPE_BYTES[self.gradient_dtype]
 
     @property
     def tokens(self) -> int:
@@ -66,11 +96,34 @@ class Job:
         """How a micro-batch of this job is cut on one rank."""
         precision = self.precision
         return Cut(
-            tokens=layout.mb * self.seq_len,
+            tokens=layout.mb * self.seq_len // layout.cp,
             tp=layout.tp,
             sp=layout.sp,
             compute_bytes=precision.compute_bytes,
             accumulate_bytes=precision.accumulate_bytes,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+            seq_len=self.seq_len,
+            imbalance=self.imbalance,
+            cp_kind=CP_KINDS.index(layout.cp_kind),
+        )
+
+    def cuts(self, batch: LayoutBatch) -> Cut:
+        """The same of many layouts: a cut of columns."""
+        precision = self.precision
+        return Cut(
+            tokens=batch.mb * self.seq_len // batch.cp,
+            tp=batch.tp,
+            sp=batch.sp,
+            compute_bytes=precision.compute_bytes,
+            accumulate_bytes=precision.accumulate_bytes,
+            cp=batch.cp,
+            ep=batch.ep,
+            etp=batch.etp,
+            seq_len=self.seq_len,
+            imbalance=self.imbalance,
+            cp_kind=batch.cp_kind,
         )
 
 

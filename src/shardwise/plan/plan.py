@@ -19,11 +19,13 @@ from typing import Any, Final, TypeVar, cast
 import tomli_w
 
 from shardwise.cluster import Cluster, ClusterError, from_dict, to_dict
+from shardwise.cluster.convert import structure
 from shardwise.model.hf import KEYS, ModelError, catalog, from_config, load_model, to_config
 from shardwise.model.spec import Model
 from shardwise.plan import layout as layouts
 from shardwise.plan.job import PRECISIONS, Job
 from shardwise.plan.layout import Layout, LayoutError
+from shardwise.plan.stack import SHARDWISE, Stack, StackError, load_stack, under
 
 T = TypeVar("T")
 
@@ -41,6 +43,7 @@ MAX_LINE_BYTES: Final = 1 << 13
 
 MAX_SEQ_LEN: Final = 1 << 24
 MAX_GLOBAL_BATCH: Final = 1 << 24
+MAX_IMBALANCE: Final = 1000
 MAX_RESULTS: Final = 64
 MAX_UNKNOWN: Final = 20
 
@@ -86,7 +89,7 @@ def to_toml(plan: Plan) -> str:
     job = plan.job
     tables: dict[str, Any] = {
         "schema": plan.schema,
-        "job": {"seq_len": job.seq_len, "global_batch": job.global_batch, "precision": job.precision.name},
+        "job": _job_table(job),
         "layout": {"text": str(plan.layout)},
     }
     if plan.train is not None:
@@ -96,6 +99,24 @@ def to_toml(plan: Plan) -> str:
     tables["model"] = {"name": job.model.name, **to_config(job.model)}
     tables["cluster"] = to_dict(job.cluster)
     return _HEADER + tomli_w.dumps(tables)
+
+
+def _job_table(job: Job) -> dict[str, Any]:
+    table: dict[str, Any] = {"seq_len": job.seq_len, "global_batch": job.global_batch, "precision": job.precision.name}
+    table["stack"] = job.stack.name if _is_known(job.stack) else _stack_table(job.stack)
+    return table | ({} if job.imbalance == 1 else {"imbalance": job.imbalance})
+
+
+def _is_known(stack: Stack) -> bool:
+    """Whether the name alone says all of it; a stack from a file goes into the plan whole."""
+    try:
+        return find_stack(stack.name) == stack
+    except (StackError, OSError):
+        return False
+
+
+def _stack_table(stack: Stack) -> dict[str, Any]:
+    return {key: value for key, value in asdict(stack).items() if value is not None}
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -133,6 +154,11 @@ def load_cluster(spec: str) -> Cluster:
         return from_dict(read_toml(spec))
     except ClusterError as error:
         raise ClusterError([f"{spec}: {fault}" for fault in error.faults]) from None
+
+
+def find_stack(spec: str) -> Stack:
+    """Our own stack, a known one by its name, or one from a TOML file. Raises StackError or OSError."""
+    return SHARDWISE if spec == SHARDWISE.name else load_stack(spec)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -237,10 +263,12 @@ class _Table:
         """What `read` returns, or None with its faults under `key`."""
         try:
             return read()
-        except (ModelError, ClusterError, LayoutError) as error:
+        except (ModelError, ClusterError, LayoutError, StackError) as error:
+            inside = isinstance(self.data.get(key), dict)
             for fault in error.faults:
                 # A fault of a value inside a table begins with that value's own key.
-                self.faults.append(f"{self.path}{key}{'.' if isinstance(self.data.get(key), dict) else ': '}{fault}")
+                dot = "." if inside and not fault.startswith("unknown key") else ": "
+                self.faults.append(f"{self.path}{key}{dot}{fault}")
             return None
 
 
@@ -263,10 +291,25 @@ def _job(top: _Table, folder: Path) -> Job | None:
     precision = table.text("precision", f"one of {', '.join(PRECISIONS)}", default="bf16")
     if precision and precision not in PRECISIONS:
         table.fault("precision", f"found {_short(precision)}; wanted one of {', '.join(PRECISIONS)}")
-    table.known(("seq_len", "global_batch", "precision"))
-    if model is None or cluster is None or len(top.faults) > before:
+    stack, imbalance = _stack(table), table.number("imbalance", 1, MAX_IMBALANCE, 1)
+    table.known(("seq_len", "global_batch", "precision", "stack", "imbalance"))
+    if model is None or cluster is None or stack is None or len(top.faults) > before:
         return None
-    return Job(model, cluster, seq_len, batch, PRECISIONS[precision])
+    return Job(under(model, stack), cluster, seq_len, batch, PRECISIONS[precision], stack, imbalance)
+
+
+def _stack(table: _Table) -> Stack | None:
+    """A known stack by its name, or the values of one; our own where nothing is said, as in older files."""
+    found = table.data.get("stack", SHARDWISE.name)
+    if isinstance(found, str):
+        if found.endswith(".toml") or not found.isprintable():
+            table.fault("stack", f"found {_short(found)}; wanted the name of a known stack, or its table")
+            return None
+        return table.take(lambda: find_stack(found), "stack")
+    values = table.table("stack", "the name of a known stack, or a table")
+    if values is None:
+        return None
+    return table.take(lambda: structure(values.data, Stack), "stack")
 
 
 def _model(top: _Table, folder: Path) -> Model | None:

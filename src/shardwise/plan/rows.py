@@ -17,6 +17,7 @@ def holdings(units: RankUnits, layout: Layout) -> Holdings:
         units={s.index: [u.name for u in s.units] for s in units.stages},
         uses=units.uses,
         resharded=layout.zero == 3,
+        scattered=layout.zero >= 2,
         forward_only=[u.name for u in units.units if not u.block.backward_reads],
         tied=[name for name, storage in units.storages.items() if storage.tied is not None],
     )

@@ -1,7 +1,8 @@
 """Who holds what: the units of every stage, the flat storages of a unit, the placement record of every parameter.
 
 Integers only. The runtime allocates by these records, the account adds them up, the ledger takes its payloads from
-them: gradient reduction, clip norm and the optimizer read nothing else.
+them: gradient reduction, clip norm and the optimizer read nothing else. Sizes may be columns: the account asks for
+many layouts at once.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from typing import NamedTuple
 
 from shardwise import schedule as schedules
 from shardwise.collective import Kind
-from shardwise.mesh import Axes
-from shardwise.model.spec import Block, Model, Parameter, Unit
+from shardwise.mesh import Axes, with_cp
+from shardwise.model.spec import EMBEDDING, HEAD, Block, Count, Cut, Model, Parameter, Unit
 from shardwise.plan.layout import Layout, split_of
 
 TIED = "embedding.weight"
+
+TWINS = ("twins",)
+"""Not an axis of the mesh: the two pipeline ranks that hold one stage."""
+
+EXPERTS = "experts"
+"""Suffix of the storage that holds a unit's routed experts: their state is cut over axes of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,58 +38,70 @@ class Record:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     tp_dim: int | None
-    partial: bool
-    rows: int
-    offset: int
+    partial: Count
+    rows: Count
+    offset: Count
     copies: int = 1
 
     @property
-    def columns(self) -> int:
+    def columns(self) -> Count:
         return prod(self.shape[1:])
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Count:
         return prod(self.shape)
 
     @property
-    def shard_numel(self) -> int:
+    def shard_numel(self) -> Count:
         """Elements of one shard, padding included."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The parameters of one unit as one flat buffer of `shards` equal parts; 1-D parameters come first."""
+    """Parameters of one unit as one flat buffer of `shards` equal parts; 1-D parameters come first.
+
+    The shards lie along `shard_axes`; ranks along `copy_axes` hold the same shard.
+    """
 
     unit: str
-    shards: int
+    shards: Count
     records: tuple[Record, ...]
+    shard_axes: Axes = ("dp_shard",)
+    copy_axes: Axes = ("dp_replicate",)
+    twins: bool = False
+    """whether another pipeline rank holds the same stage, as the other copy of its schedule"""
 
     @property
-    def shard_numel(self) -> int:
+    def shard_numel(self) -> Count:
         """Elements of one rank's part, padding included."""
         return sum(r.shard_numel for r in self.records)
 
     @property
-    def padded_numel(self) -> int:
+    def padded_numel(self) -> Count:
         return self.shards * self.shard_numel
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Count:
         """Elements of the parameters as the products see them."""
         return sum(r.numel for r in self.records)
 
     @property
-    def partial_numel(self) -> int:
+    def partial_numel(self) -> Count:
         """Elements of one rank's part whose gradient is still to be summed over tp: a prefix of the part."""
-        return sum(r.shard_numel for r in self.records if r.partial)
+        return sum(r.shard_numel * r.partial for r in self.records)
 
     @property
-    def vector_numel(self) -> int:
+    def vector_numel(self) -> Count:
         """Elements of one rank's part that belong to 1-D parameters: a prefix, without weight decay."""
         return sum(r.shard_numel for r in self.records if len(r.shape) == 1)
+
+    @property
+    def parts(self) -> int:
+        """Flat views that the optimizer steps: 1-D parameters, and the others."""
+        return len({len(r.shape) == 1 for r in self.records})
 
     @property
     def tied(self) -> Record | None:
@@ -90,29 +109,79 @@ class Storage:
         return next((r for r in self.records if r.copies > 1), None)
 
 
-def logical_name(unit: Unit, parameter: Parameter) -> str:
-    """The model-wide name of a unit's parameter: a tied weight is the embedding's."""
-    return TIED if parameter.name in unit.block.tied else f"{unit.name}.{parameter.name}"
+def logical_name(model: Model, unit: Unit, parameter: Parameter) -> str:
+    """The model-wide name of a unit's parameter: a tied weight is the embedding's, or of a tail's unit the head's."""
+    if parameter.name not in unit.block.tied:
+        return f"{unit.name}.{parameter.name}"
+    return TIED if model.tied or parameter.name == TIED else f"{HEAD}.{parameter.name}"
+
+
+def _lives_elsewhere(unit: Unit, parameter: Parameter, shared: bool) -> bool:
+    """Whether a tied weight lies in another unit's storage on the same rank: the head's, which the tail is always
+    with, or the embedding's."""
+    if parameter.name not in unit.block.tied:
+        return False
+    return shared or (unit.name != HEAD and parameter.name != TIED)
+
+
+class State(NamedTuple):
+    """Into how many parts ZeRO cuts the state of dense parameters and of routed experts."""
+
+    shards: Count
+    edp: Count
+
+
+def storages(model: Model, unit: Unit, cut: Cut, state: State, shared: bool) -> tuple[Storage, ...]:
+    """The flat storages of a unit: dense parameters, then routed experts, if it has any of either.
+
+    `shared`: the unit's tied weight lives in the embedding's storage on the same rank. `cut` and `state` may hold
+    columns.
+    """
+    found: list[Storage] = []
+    for expert, suffix in ((False, ""), (True, f".{EXPERTS}")):
+        shards = state.edp if expert else state.shards
+        records: list[Record] = []
+        offset: Count = 0
+        for p in sorted(unit.block.parameters, key=lambda p: len(p.dims) > 1):
+            if p.expert is not expert or _lives_elsewhere(unit, p, shared):
+                continue
+            name = logical_name(model, unit, p)
+            shape = tuple(cut.local(model, d) for d in p.dims)
+            copies = 2 if name == TIED and (model.tied or model.tail) and not shared else 1
+            rows = -(-shape[0] // shards)
+            partial = p.partial or cut.sp if p.tp_dim is None and not expert else False
+            record = Record(name, shape, p.tp_dim, partial, rows, offset, copies)
+            records.append(record)
+            offset = offset + record.shard_numel
+        if records:
+            found.append(Storage(unit.name + suffix, shards, tuple(records)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=65536)
-def make_storage(model: Model, unit: Unit, tp: int, sp: bool, shards: int, shared: bool) -> Storage:
-    """The flat storage of a unit. `shared`: its tied weight lives in the embedding's storage on the same rank."""
-    dims, block = model.dims, unit.block
-    records: list[Record] = []
-    offset = 0
-    for p in sorted(block.parameters, key=lambda p: len(p.dims) > 1):
-        name = logical_name(unit, p)
-        if p.name in block.tied and shared:
-            continue
-        whole = tuple(dims[d] for d in p.dims)
-        shape = tuple(n // tp if i == p.tp_dim else n for i, n in enumerate(whole))
-        copies = 2 if model.tied and name == TIED and not shared else 1
-        rows = -(-shape[0] // shards)
-        record = Record(name, shape, p.tp_dim, sp and p.tp_dim is None, rows, offset, copies)
-        records.append(record)
-        offset += record.shard_numel
-    return Storage(unit.name, shards, tuple(records))
+def _storages(model: Model, unit: Unit, layout: Layout, shared: bool) -> tuple[Storage, ...]:
+    """Those of a layout, with their axes."""
+    cut = degrees(layout)
+    found = storages(model, unit, cut, State(layout.shards, max(1, layout.edp)), shared)
+    twins = len(placement(layout.schedule, layout.pp)) > 1
+    axes = [_axes(layout, s.unit.endswith(f".{EXPERTS}")) for s in found]
+    return tuple(Storage(s.unit, s.shards, s.records, *a, twins) for s, a in zip(found, axes, strict=True))
+
+
+def _axes(layout: Layout, expert: bool) -> tuple[Axes, Axes]:
+    """(axes of the shards, axes of the copies)."""
+    if expert:
+        if layout.zero:
+            return ("edp",), ("dp_replicate",)
+        return ("edp",), (("dp_replicate", "edp") if layout.order == "dp" else ("edp",))
+    if layout.zero:
+        return with_cp(("dp_shard",), layout.cp), ("dp_replicate",)
+    return ("dp_shard",), with_cp(("dp_replicate",), layout.cp)
+
+
+def degrees(layout: Layout) -> Cut:
+    """How a layout cuts parameters; it says nothing of tokens and bytes."""
+    return Cut(0, layout.tp, layout.sp, 0, 0, cp=layout.cp, ep=layout.ep, etp=layout.etp)
 
 
 class GradientMove(NamedTuple):
@@ -120,16 +189,19 @@ class GradientMove(NamedTuple):
 
     kind: Kind
     axes: Axes
-    elements: int
+    elements: Count
 
 
 def gradient_moves(storage: Storage, zero: int, final: bool) -> list[GradientMove]:
-    """How a unit's gradient is summed, in order: table 2's P -> S(0) over the shards' axis (with ZeRO), and once a
-    step (`final`) P -> I of the shard over the replicas, then of the prefix that is partial over tp.
+    """How a unit's gradient is summed, in order: table 2's P -> S(0) over the shards' axes (with ZeRO), and once a
+    step (`final`) P -> I of the shard over its copies, a twin stage's among them, then of the prefix that is partial
+    over tp.
     """
-    moves = [GradientMove(Kind.REDUCE_SCATTER, ("dp_shard",), storage.padded_numel)] if zero else []
+    moves = [GradientMove(Kind.REDUCE_SCATTER, storage.shard_axes, storage.padded_numel)] if zero else []
     if final:
-        moves.append(GradientMove(Kind.ALL_REDUCE, ("dp_replicate",), storage.shard_numel))
+        moves.append(GradientMove(Kind.ALL_REDUCE, storage.copy_axes, storage.shard_numel))
+        if storage.twins:
+            moves.append(GradientMove(Kind.ALL_REDUCE, TWINS, storage.shard_numel))
         if storage.partial_numel:
             moves.append(GradientMove(Kind.ALL_REDUCE, ("tp",), storage.partial_numel))
     return moves
@@ -137,31 +209,35 @@ def gradient_moves(storage: Storage, zero: int, final: bool) -> list[GradientMov
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive units, held by one pipeline rank."""
+    """Consecutive units, held by one pipeline rank; `copy` counts where a schedule holds every stage twice."""
 
     index: int
     rank: int
     units: tuple[Unit, ...]
-
-    @property
-    def layers(self) -> int:
-        return sum(u.block.kind == "layer" for u in self.units)
+    copy: int = 0
 
 
 @lru_cache(maxsize=65536)
 def make_stages(model: Model, pp: int, schedule: str, split: tuple[int, ...]) -> tuple[Stage, ...]:
-    """The units of every stage: the embedding opens the first, the head closes the last."""
+    """The units of every stage, copy by copy: the embedding opens the first, the tail and the head close the last."""
     chain = list(model.units())
-    stages: list[Stage] = []
-    placement = schedules.build(schedule, pp, 1).placement[0]
+    behind = len(model.tail) + 1
+    if sum(split) + 1 + behind != len(chain):
+        raise ValueError(f"split {split} places {sum(split)} of {len(chain) - 1 - behind} layers")
+    parts: list[tuple[Unit, ...]] = []
     start = 0
     for index, layers in enumerate(split):
-        stop = start + layers + (index == 0) + (index == len(split) - 1)
-        stages.append(Stage(index, placement[index], tuple(chain[start:stop])))
+        stop = start + layers + (index == 0) + behind * (index == len(split) - 1)
+        parts.append(tuple(chain[start:stop]))
         start = stop
-    if start != len(chain):
-        raise ValueError(f"split {split} places {start} of {len(chain)} units")
-    return tuple(stages)
+    copies = enumerate(placement(schedule, pp))
+    return tuple(Stage(i, ranks[i], units, copy) for copy, ranks in copies for i, units in enumerate(parts))
+
+
+@lru_cache(maxsize=4096)
+def placement(schedule: str, pp: int) -> tuple[tuple[int, ...], ...]:
+    """[copy][stage] -> pipeline rank."""
+    return schedules.build(schedule, pp, 2 * pp).placement
 
 
 def stages_of(model: Model, layout: Layout) -> tuple[Stage, ...]:
@@ -171,7 +247,7 @@ def stages_of(model: Model, layout: Layout) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankUnits:
-    """What one pipeline rank holds: its stages, one storage a unit, and which storages a unit's ops read."""
+    """What one pipeline rank holds: its stages, its storages, and which storages a unit's ops read."""
 
     stages: tuple[Stage, ...]
     storages: dict[str, Storage]
@@ -184,33 +260,52 @@ class RankUnits:
 
 @lru_cache(maxsize=4096)
 def ends_share_rank(schedule: str, pp: int) -> bool:
-    """Whether the first and the last stage sit on one rank, which then shares a tied weight."""
-    placement = schedules.build(schedule, pp, 1).placement[0]
-    return placement[0] == placement[-1]
+    """Whether every rank that holds the last stage holds the first one too: they share a tied weight."""
+    firsts = {ranks[0] for ranks in placement(schedule, pp)}
+    return all(ranks[-1] in firsts for ranks in placement(schedule, pp))
 
 
 def rank_units(model: Model, layout: Layout, pp_rank: int) -> RankUnits:
     """Stages, storages and their users on one pipeline rank."""
     every = stages_of(model, layout)
-    shared = model.tied and ends_share_rank(layout.schedule, layout.pp)
+    shared = ends_share_rank(layout.schedule, layout.pp)
     mine = tuple(s for s in every if s.rank == pp_rank)
-    storages: dict[str, Storage] = {}
+    held: dict[str, Storage] = {}
     uses: dict[str, tuple[str, ...]] = {}
     for stage in mine:
         for unit in stage.units:
-            storages[unit.name] = make_storage(model, unit, layout.tp, layout.sp, layout.shards, shared)
-            borrowed = shared and bool(unit.block.tied)
-            uses[unit.name] = (unit.name, "embedding") if borrowed else (unit.name,)
-    return RankUnits(mine, storages, uses)
+            owner = storage_owner(model, unit)
+            own = _storages(model, owner, layout, shared)
+            held |= {s.unit: s for s in own}
+            uses[unit.name] = (*(s.unit for s in own), *borrowed(model, unit.block, shared))
+    return RankUnits(mine, held, uses)
+
+
+def borrowed(model: Model, block: Block, shared: bool) -> tuple[str, ...]:
+    """Storages of other units on the same rank that a block's tied weights lie in; `shared`: the embedding's is one."""
+    if not block.tied:
+        return ()
+    heads = (HEAD,) if block.kind in model.tail and not (model.tied and shared) else ()
+    return (*heads, *((EMBEDDING,) if shared else ()))
+
+
+def storage_owner(model: Model, unit: Unit) -> Unit:
+    """The unit whose parameters this one uses: of a looped model, the same layer's first run."""
+    if model.loops == 1 or not unit.name.startswith("layers."):
+        return unit
+    return Unit(f"layers.{int(unit.name.removeprefix('layers.')) % len(model.chain)}", unit.block)
 
 
 def tied_ranks(model: Model, layout: Layout) -> tuple[int, ...]:
     """Pipeline ranks that hold a copy of the tied weight: empty where there is one copy."""
+    tied = any(b.tied for b in model.blocks)
+    if not tied or ends_share_rank(layout.schedule, layout.pp):
+        return ()
     every = stages_of(model, layout)
-    shared = ends_share_rank(layout.schedule, layout.pp)
-    return () if not model.tied or shared else (every[0].rank, every[-1].rank)
+    first, last = min(s.index for s in every), max(s.index for s in every)
+    return tuple(sorted({s.rank for s in every if s.index in (first, last)}))
 
 
 def block_named(model: Model, kind: str) -> Block:
     """The model's block of one kind."""
-    return next(b for b in model.blocks if b.kind == kind)
+    return model.block(kind)

@@ -1,34 +1,40 @@
 """The fastest layouts that fit: rules, exact peaks, closed forms over all of them, and a walk of the best.
 
-Every legal layout has its exact peak, every one that fits its closed form. A closed form may promise too much (uneven
-chunks, messages that wait in a queue): the walk corrects that. It promises at most SLACK too little (a test holds them
-to it), so walking stops where the closed forms are further behind than that.
+Every legal layout has its peak (an upper bound where its step is too short to fill the pipeline) and its closed form;
+they are evaluated pipeline by pipeline and schedule by schedule, on grids whose axes stay apart as long as they can. A
+closed form may promise too much (uneven chunks, messages that wait in a queue): the walk corrects that. It promises at
+most SLACK too little (a test holds them to it), so walking stops where the closed forms are further behind than that.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.account.memory import peak_bytes
-from shardwise.plan.batch import Ints, LayoutBatch
+from shardwise.account.memory import GridMemory, peak_bytes
+from shardwise.account.static import Columns, columns_of
+from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rules import legal
+from shardwise.plan.shards import ends_share_rank
 from shardwise.results import StepTime
-from shardwise.search.space import enumerate_layouts
+from shardwise.search.limits import Limits
+from shardwise.search.space import Space
 from shardwise.simulate.cost import Floats
-from shardwise.simulate.step import step_seconds, step_time
+from shardwise.simulate.stage import Shared, prices_of
+from shardwise.simulate.step import GridTime, step_time
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, out of how much)."""
 
-SLACK = 0.05
+SLACK = 0.08
 """How much longer than the walk a closed form may take a step to be."""
 
 MAX_WALKS = 40
@@ -41,6 +47,9 @@ MAX_WALKED = 20_000
 """Stages times micro-batches to walk in all, once LEAST families are walked; no clock, so that every machine agrees."""
 
 LEAST = 3
+
+CHUNK = 1 << 18
+"""Layouts of a grid that are filled in at a time: what bounds the memory of a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,68 +101,135 @@ def _no_collection() -> Generator[None]:
             gc.enable()
 
 
+@dataclass(slots=True)
+class _Front:
+    """The fastest layouts so far by their closed forms, the one that is closest to fitting, and the counts."""
+
+    capacity_bytes: int
+    enumerated: int = 0
+    legal: int = 0
+    fitting: int = 0
+    seconds: Floats = field(default_factory=lambda: np.zeros(0))
+    peaks: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    found: list[tuple[LayoutBatch, int]] = field(default_factory=list[tuple[LayoutBatch, int]])
+    closest: tuple[int, LayoutBatch, int] | None = None
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The fastest first."""
+        return [batch.row(i) for batch, i in self.found]
+
+    @property
+    def worst(self) -> float:
+        """Slower layouts are of no interest."""
+        return float(self.seconds[-1]) if len(self.seconds) >= MAX_LOOKED_AT else np.inf
+
+    def take(self, batch: LayoutBatch, real: Bools, peaks: Ints, seconds: Floats) -> None:
+        """A filled grid; `real` says which of it are layouts at all."""
+        fits = real & (peaks <= self.capacity_bytes)
+        self.legal += int(np.count_nonzero(real))
+        self.fitting += int(np.count_nonzero(fits))
+        if not self.fitting and real.any():
+            self._come_closer(batch, real, peaks)
+        better = np.flatnonzero(fits & (seconds < self.worst))
+        if not len(better):
+            return
+        of = seconds.ravel()[better]
+        if len(better) > MAX_LOOKED_AT:
+            better = better[np.argpartition(of, MAX_LOOKED_AT)[:MAX_LOOKED_AT]]
+        merged = np.concatenate([self.seconds, seconds.ravel()[better]])
+        sizes = np.concatenate([self.peaks, peaks.ravel()[better]])
+        order = np.argsort(merged, kind="stable")[:MAX_LOOKED_AT]
+        known = len(self.found)
+        self.found = [self.found[i] if i < known else (batch, int(better[i - known])) for i in order.tolist()]
+        self.seconds, self.peaks = merged[order], sizes[order]
+
+    def _come_closer(self, batch: LayoutBatch, real: Bools, peaks: Ints) -> None:
+        i = int(np.where(real, peaks, np.iinfo(np.int64).max).argmin())
+        peak = int(peaks.ravel()[i])
+        if self.closest is None or peak < self.closest[0]:
+            self.closest = peak, batch, i
+
+
 @_no_collection()
-def solve(job: Job, progress: Progress | None = None, keep: int = 10) -> SearchResult:
+def solve(job: Job, progress: Progress | None = None, keep: int = 10, limits: Limits | None = None) -> SearchResult:
     """The fastest layouts that fit, by their walked steps: `keep` families, with the twins that came between."""
     started = time.perf_counter()
     tell = progress or _silent
-    enumerated, batch = legal_layouts(job)
-    if not len(batch):
-        return SearchResult(enumerated, 0, 0, (), None, 0, time.perf_counter() - started)
-    peaks = _peaks(job, batch, tell)
-    capacity = job.cluster.device.usable_bytes
-    fits = np.flatnonzero(peaks <= capacity)
-    closest = None
+    front = survey(job, limits or Limits(), tell)
     best: list[Candidate] = []
-    walked = 0
-    if len(fits):
-        best, walked = _walk_best(job, batch.take(fits), peaks[fits], keep, tell)
-    else:
-        closest = evaluate(job, batch.row(int(peaks.argmin())))
-        walked = 1
+    closest, walked = None, 0
+    if front.found:
+        best, walked = _walk_best(job, front, keep, tell)
+    elif front.closest is not None:
+        closest, walked = evaluate(job, front.closest[1].row(front.closest[2])), 1
     seconds = time.perf_counter() - started
-    return SearchResult(enumerated, len(batch), len(fits), tuple(best), closest, walked, seconds)
+    return SearchResult(front.enumerated, front.legal, front.fitting, tuple(best), closest, walked, seconds)
 
 
-def legal_layouts(job: Job) -> tuple[int, LayoutBatch]:
-    """(number of layouts of the front, those of them that break no rule)."""
-    enumerated, kept = 0, list[LayoutBatch]()
-    for batch in enumerate_layouts(job):
-        enumerated += len(batch)
-        kept.append(batch.take(legal(batch, job)))
-    return enumerated, _join(kept)
+def survey(job: Job, limits: Limits, tell: Progress = _silent) -> _Front:
+    """Every layout within the limits, by its exact peak and its closed form."""
+    space = Space(job, limits)
+    front = _Front(job.cluster.device.usable_bytes)
+    for done, pp in enumerate(space.pipelines):
+        looked, cuts = space.legal_cuts(pp)
+        schedules = space.schedules(pp)
+        if cuts is None or not len(cuts):
+            front.enumerated += looked * len(schedules) * len(space.recomputes)
+            continue
+        grid, real = space.grid(cuts)
+        real = real & legal(replace(grid, recompute=grid.recompute[:, :1]), job, space.rules)
+        ways = int(np.count_nonzero(real)) / len(cuts)
+        front.enumerated += int(looked * ways * len(space.recomputes)) * len(schedules)
+        known = _Known({}, Shared())
+        for i in schedules:
+            filled = replace(grid, schedule=np.full_like(grid.schedule, i))
+            alive = real & legal(replace(filled, recompute=filled.recompute[:, :1]), job, space.rules)
+            rows = np.flatnonzero(alive.any(axis=(1, 2)))
+            if len(rows):
+                _fill(job, filled, np.broadcast_to(alive, filled.shape), front, known)
+            tell("layouts", done, len(space.pipelines))
+    return front
 
 
-def _peaks(job: Job, batch: LayoutBatch, progress: Progress) -> Ints:
-    """Peaks [n], pipeline by pipeline."""
-    peaks = np.zeros(len(batch), dtype=np.int64)
-    done = 0
-    for pp in np.unique(batch.pp):
-        rows = np.flatnonzero(batch.pp == pp)
-        peaks[rows] = peak_bytes(job, batch.take(rows))
-        done += len(rows)
-        progress("memory", done, len(batch))
-    return peaks
+class _Known(NamedTuple):
+    """What the schedules of one pipeline have in common."""
+
+    columns: dict[bool, Columns]
+    prices: Shared
 
 
-def _walk_best(job: Job, batch: LayoutBatch, peaks: Ints, keep: int, progress: Progress) -> tuple[list[Candidate], int]:
+def _fill(job: Job, grid: LayoutBatch, real: Bools, front: _Front, known: _Known) -> None:
+    """One pipeline and schedule."""
+    shared = ends_share_rank(grid.names[int(grid.schedule.flat[0])], int(grid.pp.flat[0]))
+    if shared not in known.columns:
+        known.columns[shared] = columns_of(job, grid)
+    memory = GridMemory(job, grid, known.columns[shared], exact=False)
+    times = GridTime(prices_of(job, grid, known.prices))
+    for rows in _chunks(grid.shape):
+        front.take(grid.rows(rows), real[rows], memory.peaks(rows), times.seconds(rows, front.worst))
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
+    step = max(1, CHUNK // (shape[1] * shape[2]))
+    return (slice(start, start + step) for start in range(0, shape[0], step))
+
+
+def _walk_best(job: Job, front: _Front, keep: int, progress: Progress) -> tuple[list[Candidate], int]:
     """Walk in the order of the closed forms, until those left cannot be among the best any more."""
-    estimated: Floats = step_seconds(job, batch)
-    capacity = job.cluster.device.usable_bytes
     found: list[Candidate] = []
     known: set[Layout] = set()
     walked = 0
-    for i in np.argsort(estimated, kind="stable")[:MAX_LOOKED_AT].tolist():
+    for layout, estimated, peak in zip(front.layouts, front.seconds.tolist(), front.peaks.tolist(), strict=True):
         best = _of_families(found, keep)
-        if len(known) >= keep and estimated[i] * (1 - SLACK) >= best[-1].step.total_s:
+        if len(known) >= keep and estimated * (1 - SLACK) >= best[-1].step.total_s:
             break
-        layout = batch.row(i)
         if family(layout) not in known and (len(known) >= MAX_WALKS or (walked > MAX_WALKED and len(known) >= LEAST)):
             continue
         step = step_time(job, layout)
         walked += layout.stages * step.walked * (family(layout) not in known)
         known.add(family(layout))
-        found.append(Candidate(layout, step, int(peaks[i]), capacity))
+        found.append(Candidate(layout, step, int(peak), front.capacity_bytes))
         found.sort(key=lambda c: c.step.total_s)
         progress("schedules", len(known), MAX_WALKS)
     return _of_families(found, keep), len(found)
@@ -173,10 +249,3 @@ def _of_families(found: Sequence[Candidate], keep: int) -> list[Candidate]:
         if len(known) > keep:
             return list(found[:i])
     return list(found)
-
-
-def _join(batches: list[LayoutBatch]) -> LayoutBatch:
-    """One batch of them all; they share `names` and `splits`."""
-    columns = [f.name for f in fields(LayoutBatch) if f.name not in ("names", "splits")]
-    joined = {name: np.concatenate([getattr(b, name) for b in batches]) for name in columns}
-    return LayoutBatch(**joined, names=batches[0].names, splits=batches[0].splits)

@@ -1,71 +1,98 @@
-"""Units composed into stages: seconds of every F, B and W of a pipeline, by cause, for many layouts at once.
+"""Units composed into stages and ranks: seconds of every F, B and W of a pipeline, for many layouts at once.
 
 What is exposed follows the executor. ZeRO-3 gathers one unit ahead, so a gather costs what the unit before it does not
-hide; its gradients are reduced at the end of each unit's backward, in line, hence in full.
+hide; gradients that are cut are reduced at the end of each unit's backward, and cost what the stack does not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from shardwise import schedule as schedules
-from shardwise.account.columns import per_key, rows_of_each
-from shardwise.account.static import cut_of, message_bytes
-from shardwise.model.spec import KINDS, Model
-from shardwise.plan.batch import Ints, LayoutBatch
+from shardwise.account.memory import pipeline_of
+from shardwise.account.static import message_bytes
+from shardwise.account.units import most
+from shardwise.model.spec import Count, Model
+from shardwise.plan.batch import COLUMNS, Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout
-from shardwise.plan.shards import stages_of
+from shardwise.plan.shards import ends_share_rank
 from shardwise.schedule.table import Op
-from shardwise.simulate.cost import Floats, transfer_s
-from shardwise.simulate.state import StateSeconds, state_seconds
-from shardwise.simulate.unit import UNIT_CAUSES, unit_seconds
+from shardwise.simulate.network import transfer_s
+from shardwise.simulate.state import StateSeconds, UnitState, state_seconds
+from shardwise.simulate.unit import UNIT_CAUSES, Three, Timing, UnitSeconds, unit_seconds
 
 GATHER, REDUCE = "gather parameters", "reduce gradients"
 
 STAGE_CAUSES = (*UNIT_CAUSES, GATHER, REDUCE)
-"""Causes of the seconds of an action, in the order of the arrays."""
+"""Causes of the seconds of an action."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
-    """How a schedule's stages are filled: `counts` [stage, kind] units, `held` [pp, kind] units of a rank.
-
-    `follows` [stage, kind, kind]: how often in an F a unit of the second kind runs after one of the first; in B and W
-    the other way round. The first unit of an action runs after the last unit of the action before it; `turns` is the
-    share of actions for which that is the same unit, whose parameters are still there.
+class Share:
+    """A stage, or a rank's stages together: `counts` units of each kind, of which `state` hold parameters of their
+    own. `follows[before, after]`: how often in an F a unit of the second kind runs after one of the first, in B and W
+    the other way round. The first unit of an action runs after the last unit of the action before it.
     """
+
+    counts: tuple[tuple[str, int], ...]
+    state: tuple[tuple[str, int], ...]
+    follows: tuple[tuple[tuple[str, str], float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A pipeline filled: its stages (of one copy), and its ranks in runs of equal neighbours."""
 
     name: str
     pp: int
-    rank: tuple[int, ...]
-    counts: Floats
-    follows: Floats
-    held: Floats
+    stages: tuple[Share, ...]
+    rank_of: tuple[int, ...]
+    ranks: tuple[Share, ...]
+    runs: tuple[int, ...]
+    """how many neighbouring ranks each of `ranks` stands for"""
 
 
 @lru_cache(maxsize=1024)
-def pipeline(model: Model, pp: int, name: str, split: tuple[int, ...]) -> Pipeline:
-    """The stages of a schedule; `split` empty is the default split."""
-    stages = stages_of(model, Layout(pp=pp, schedule=name, split=split))
-    counts = np.zeros((len(stages), len(KINDS)))
-    follows = np.zeros((len(stages), len(KINDS), len(KINDS)))
-    held = np.zeros((pp, len(KINDS)))
+def chain_of(model: Model, pp: int, name: str, split: tuple[int, ...]) -> Chain:
+    """`split` empty is the default split."""
+    held = pipeline_of(model, pp, name, split).held
     fresh = 1.0 - _turns(name)
-    for s in stages:
-        chain = [KINDS.index(u.block.kind) for u in s.units]
-        for kind in chain:
-            counts[s.index, kind] += 1
-            held[s.rank, kind] += 1
-        for before, after in pairwise(chain):
-            follows[s.index, before, after] += 1
-        follows[s.index, chain[-1], chain[0]] += fresh
-    return Pipeline(name, pp, tuple(s.rank for s in stages), counts, follows, held)
+    virtual = schedules.virtual_stages(name)
+    placement = schedules.build(name, pp, 2 * pp).placement[0]
+    kinds = [held[rank][_chunk(placement, stage)] for stage, rank in enumerate(placement)]
+    shares = [_share(model, [held[rank]], fresh) for rank in range(pp)]
+    grouped = [(share, len(list(run))) for share, run in groupby(shares)]
+    stages = tuple(_share(model, [(units,)], fresh) for units in kinds)
+    assert len(stages) == pp * virtual
+    ranks, runs = zip(*grouped, strict=True)
+    return Chain(name, pp, stages, placement, ranks, runs)
+
+
+def _chunk(placement: tuple[int, ...], stage: int) -> int:
+    """Which of its rank's chunks a stage is, ascending."""
+    return sum(placement[s] == placement[stage] for s in range(stage))
+
+
+def _share(model: Model, held: list[tuple[tuple[str, ...], ...]], fresh: float) -> Share:
+    counts = Counter[str]()
+    follows: dict[tuple[str, str], float] = {}
+    for stages in held:
+        for units in stages:
+            counts.update(units)
+            for pair in pairwise(units):
+                follows[pair] = follows.get(pair, 0.0) + 1
+            turn = units[-1], units[0]
+            follows[turn] = follows.get(turn, 0.0) + fresh
+    state = {kind: min(n, model.count(kind) * len(held[0])) for kind, n in counts.items()}
+    ordered = sorted(follows.items(), key=lambda item: item[0])
+    return Share(tuple(sorted(counts.items())), tuple(sorted(state.items())), tuple(ordered))
 
 
 @lru_cache(maxsize=64)
@@ -80,75 +107,124 @@ def _turns(name: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """`parts` [cause, n, op, stage] seconds of one action, causes as in STAGE_CAUSES (or one, their sum)."""
+class Prices:
+    """What a batch of one pipeline is priced with: units, model state, a message over the slowest border."""
 
-    pipeline: Pipeline
-    micro_batches: Ints
-    parts: Floats
+    job: Job
+    batch: LayoutBatch
+    chain: Chain
+    split: bool
+    units: dict[str, UnitSeconds]
     state: StateSeconds
-    p2p: Floats
-    """[n]: one message over the slowest border"""
+    message_s: Count
+    micro_batches: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layouts of one pipeline: indices into the batch, and what they share."""
+@dataclass(slots=True)
+class Shared:
+    """What schedules of one pipeline have in common, priced once: units by whether W is split off and pairs overlap,
+    state by whether ends share a rank and stages have twins."""
 
-    rows: Ints
-    pipeline: Pipeline
-
-
-def groups(job: Job, batch: LayoutBatch) -> Iterator[Group]:
-    """The rows of each distinct (pp, schedule, split)."""
-    for rows in rows_of_each(batch.pp, batch.schedule, batch.split):
-        i = int(rows[0])
-        name, split = batch.names[int(batch.schedule[i])], batch.splits[int(batch.split[i])]
-        yield Group(rows, pipeline(job.model, int(batch.pp[i]), name, split))
+    units: dict[tuple[bool, bool], dict[str, UnitSeconds]] = field(default_factory=dict[Any, Any])
+    state: dict[tuple[bool, bool], StateSeconds] = field(default_factory=dict[Any, Any])
+    message_s: Count | None = None
 
 
-def stage_seconds(job: Job, batch: LayoutBatch, stages: Pipeline, by_cause: bool) -> StageSeconds:
-    """Legal layouts of one pipeline. Without `by_cause` the parts are summed, which is faster."""
-    units = _unit_columns(job, batch, stages)  # [n, cause, op, kind]
-    state = state_seconds(job, batch)
-    whole = units.sum(axis=1)  # [n, op, kind]
-    gathers = np.zeros((len(batch), 3, len(stages.counts)))
-    if (batch.zero == 3).any():
-        split = schedules.splits_weight_gradient(stages.name)
-        # A gather in the backward hides under the unit before it: its B, and its W where that is the same action.
-        hides = (whole[:, 0], whole[:, 1] if split else whole[:, 1] + whole[:, 2])
-        gathers[:, 0] = _exposed(state.gather, hides[0], stages.follows)
-        read_again = state.gather * [b.backward_reads for b in job.model.blocks]
-        gathers[:, 1] = _exposed(read_again, hides[1], stages.follows.swapaxes(1, 2))
-    reduces = np.zeros_like(gathers)
-    reduces[:, 2] = state.reduce @ stages.counts.T
-    if by_cause:
-        computed = [units[:, c] @ stages.counts.T for c in range(len(UNIT_CAUSES))]
-        parts = np.stack([*computed, gathers, reduces])
-    else:
-        parts = (whole @ stages.counts.T + gathers + reduces)[None]
-    return StageSeconds(stages, job.global_batch // (batch.dp * batch.mb), parts, state, _p2p_s(job, batch))
+def prices_of(job: Job, batch: LayoutBatch, shared: Shared | None = None) -> Prices:
+    """Layouts that share pp, schedule and split, on axes that broadcast. `shared` is of the same batch but for its
+    schedule."""
+    name, pp = batch.names[int(batch.schedule.flat[0])], int(batch.pp.flat[0])
+    chain = chain_of(job.model, pp, name, batch.splits[int(batch.split.flat[0])])
+    known = shared or Shared()
+    split, pairs = schedules.splits_weight_gradient(name), schedules.overlaps(name)
+    ends = ends_share_rank(name, pp), schedules.copies(name) > 1
+    if (split, pairs) not in known.units:
+        known.units[split, pairs] = unit_seconds(Timing(job, batch, split, pairs))
+    if ends not in known.state:
+        known.state[ends] = state_seconds(job, batch)
+    if known.message_s is None:
+        known.message_s = transfer_s(job.cluster, message_bytes(job, job.cuts(batch)), batch.pp_stride, batch.pp)
+    dp = job.cluster.world_size // (batch.tp * batch.cp * batch.pp)
+    micro_batches = job.global_batch // np.maximum(1, dp * batch.mb)
+    units, state = known.units[split, pairs], known.state[ends]
+    return Prices(job, batch, chain, split, units, state, known.message_s, micro_batches)
 
 
-def _unit_columns(job: Job, batch: LayoutBatch, stages: Pipeline) -> Floats:
-    """[n, cause, op, kind] seconds of every kind of unit."""
-    split = schedules.splits_weight_gradient(stages.name)
+def rows_of(prices: Prices, rows: slice, ways: Ints) -> Prices:
+    """Some rows of k, and some of the z ways to cut the state."""
+    k, z = prices.batch.shape[0], prices.batch.shape[2]
 
-    def seconds(tp: int, sp: int, mb: int, recompute: int) -> Floats:
-        return unit_seconds(job, cut_of(job, tp, sp, mb), bool(recompute), split)
+    def some(value: Count) -> Count:
+        if np.ndim(value) != 3:
+            return value
+        value = value[rows] if len(value) == k > 1 else value
+        return value[:, :, ways] if np.shape(value)[2] == z > 1 else value
 
-    return per_key([batch.tp, batch.sp, batch.mb, batch.recompute], seconds)
+    def each(of: object) -> dict[str, Any]:
+        return {f.name: getattr(of, f.name) for f in fields(of)}  # type: ignore[arg-type]
+
+    state = prices.state
+    return replace(
+        prices,
+        batch=replace(prices.batch, **{name: some(getattr(prices.batch, name)) for name in COLUMNS}),
+        units={
+            kind: UnitSeconds({c: _mapped(t, some) for c, t in u.parts.items()}) for kind, u in prices.units.items()
+        },
+        state=StateSeconds(
+            {kind: UnitState(**{n: some(v) for n, v in each(u).items()}) for kind, u in state.units.items()},
+            some(state.tie),
+            some(state.scalars),
+        ),
+        message_s=some(prices.message_s),
+        micro_batches=some(prices.micro_batches),
+    )
 
 
-def _exposed(gather: Floats, hides: Floats, follows: Floats) -> Floats:
-    """[n, stage] what stays of the gathers [n, kind] behind the units [n, kind] that run before."""
-    left = np.maximum(0.0, gather[:, None, :] - hides[:, :, None])  # [n, before, after]
-    return left.reshape(len(left), -1) @ follows.reshape(len(follows), -1).T
+def _mapped(three: Three, some: Callable[[Count], Count]) -> Three:
+    return some(three[0]), some(three[1]), some(three[2])
 
 
-def _p2p_s(job: Job, batch: LayoutBatch) -> Floats:
-    def size(tp: int, sp: int, mb: int) -> Ints:
-        return np.asarray(message_bytes(job, cut_of(job, tp, sp, mb)), dtype=np.int64)
+def share_parts(prices: Prices, share: Share) -> dict[str, Three]:
+    """Seconds of F, B and W of one micro-batch on a stage, or on all stages of a rank, by cause."""
+    parts: dict[str, Three] = {}
+    for cause in UNIT_CAUSES:
+        each = [(n, prices.units[kind].parts[cause]) for kind, n in share.counts]
+        parts[cause] = tuple(sum(n * three[i] for n, three in each) for i in range(3))  # type: ignore[assignment]
+    parts[GATHER], parts[REDUCE] = gathers_s(prices, share), (0.0, 0.0, reduces_s(prices, share))
+    return parts
 
-    sizes = per_key([batch.tp, batch.sp, batch.mb], size)
-    return transfer_s(job.cluster, sizes, batch.tp * batch.dp, batch.pp)
+
+def computing_s(prices: Prices, share: Share) -> Three:
+    """The same without what ZeRO-2 and 3 add, summed over causes: it depends on no way of cutting the state."""
+    totals = [(n, prices.units[kind].total) for kind, n in share.counts]
+    f, b, w = (sum(n * three[i] for n, three in totals) for i in range(3))
+    return f, b, w
+
+
+def gathers_s(prices: Prices, share: Share) -> Three:
+    """What stays of the gathers behind the units that run before: a gather in the backward hides under the unit before
+    it, its B, and its W where that is the same action."""
+    forward: Count = 0.0
+    backward: Count = 0.0
+    for (before, after), times in share.follows:
+        if times:
+            f = prices.units[before].total[0]
+            forward = forward + times * most([0.0, prices.state.units[after].gather - f])
+            if prices.job.model.block(before).backward_reads:
+                hides = prices.units[after].total
+                behind = hides[1] if prices.split else hides[1] + hides[2]
+                backward = backward + times * most([0.0, prices.state.units[before].gather - behind])
+    return forward, backward, 0.0
+
+
+def reduces_s(prices: Prices, share: Share) -> Count:
+    """What the backward of the same units does not hide of the reductions of each micro-batch."""
+    overlap = prices.job.stack.overlap.reduce
+    total: Count = 0.0
+    for kind, n in share.counts:
+        seconds = prices.state.units[kind].reduce
+        if overlap:
+            _, b, w = prices.units[kind].total
+            seconds = seconds - overlap * (seconds - most([0.0, seconds - b - w]))
+        total = total + n * seconds
+    return total

@@ -1,6 +1,7 @@
-"""Seconds that the model state costs: parameters gathered, gradients reduced, the optimizer's step; a column a layout.
+"""Seconds that the model state costs: parameters gathered, gradients reduced, the optimizer's step.
 
 Every number of elements is a storage's own (`plan/shards.py`), every collective one that `account/comm.py` predicts.
+Columns [k, 1, z].
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.account.columns import per_key
+from shardwise.account.columns import distinct, spread, where
 from shardwise.account.static import unit_of
 from shardwise.collective import Kind
-from shardwise.model.spec import KINDS
-from shardwise.plan.batch import Bools, Ints, LayoutBatch
+from shardwise.model.spec import Count
+from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import ends_share_rank, make_storage
-from shardwise.simulate.cost import Floats, Links, collective_s, links
+from shardwise.plan.shards import EXPERTS, State, Storage, borrowed, ends_share_rank, placement, storages
+from shardwise.simulate.network import Links, collective_s, links
 
 _STEPPED = 7 + 2 + 1
 """Passes over this rank's part, in the wide dtype: AdamW reads master, gradient and both moments and writes three of
@@ -27,107 +28,152 @@ _SCALAR_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StateSeconds:
-    """[n, kind] seconds of one unit's state, in the order of KINDS.
+class UnitState:
+    """Seconds of one kind of unit's state.
 
-    `gather` and `reduce` happen in every micro-batch (ZeRO-3 alone), `final` once, with the unit's last gradient;
-    `step` is the optimizer's kernels, `publish` ZeRO-1's gather of the new parameters. `tie` and `scalars` [n] are
-    once a step: the gradients of tied copies, and the all-reduces of token count, loss and clip norm.
+    `gather` happens in every micro-batch under ZeRO-3, `reduce` under ZeRO-2 and 3, `final` once, with the unit's last
+    gradient; `step` is the optimizer's kernels, `publish` the gather of the new parameters under ZeRO-1 and 2.
     """
 
-    gather: Floats
-    reduce: Floats
-    final: Floats
-    step: Floats
-    publish: Floats
-    tie: Floats
-    scalars: Floats
+    gather: Count
+    reduce: Count
+    final: Count
+    step: Count
+    publish: Count
+
+    def __add__(self, other: UnitState) -> UnitState:
+        return UnitState(
+            self.gather + other.gather,
+            self.reduce + other.reduce,
+            self.final + other.final,
+            self.step + other.step,
+            self.publish + other.publish,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Elements:
-    """Elements of one rank's storages, [n, kind] each; see `Storage`. `tied` [n] is the part with copies elsewhere."""
+class StateSeconds:
+    """`units` by kind; once a step: the gradients of tied copies, and the all-reduces of token count, loss and clip
+    norm."""
 
-    numel: Ints
-    padded: Ints
-    shard: Ints
-    partial: Ints
-    tied: Ints
+    units: dict[str, UnitState]
+    tie: Count
+    scalars: Count
 
 
-def _elements(job: Job, batch: LayoutBatch) -> _Elements:
-    model = job.model
-    units = [unit_of(model, kind) for kind in KINDS]
-    shared = _shared(job, batch)
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Ranks that share a storage's shards, that hold the same shard, and that hold the same stage."""
 
-    def sizes(tp: int, sp: int, shards: int, shared: int) -> Ints:
-        held = [make_storage(model, unit, tp, bool(sp), shards, bool(shared)) for unit in units]
-        rows = [(s.numel, s.padded_numel, s.shard_numel, s.partial_numel) for s in held]
-        copies = [s.tied.shard_numel if s.tied else 0 for s in held]
-        return np.array([*np.array(rows).T, copies], dtype=np.int64)
+    shards: Links
+    copies: Links
+    tp: Links
+    twins: Links | None
 
-    columns = [batch.tp, batch.sp, batch.shards, shared.astype(np.int64)]
-    found = per_key(columns, sizes)  # [n, field, kind]
-    return _Elements(*(found[:, i] for i in range(4)), tied=found[:, 4].max(axis=1, initial=0))
+
+_CUTS = ("tp", "sp", "cp", "ep", "etp", "order", "zero", "dp_replicate", "dp_shard")
+"""Columns that decide how state is cut; those that a grid has along z are the same in all its rows."""
 
 
 def state_seconds(job: Job, batch: LayoutBatch) -> StateSeconds:
-    """The columns of legal layouts."""
-    n, precision, cluster = _elements(job, batch), job.precision, job.cluster
-    narrow, wide = precision.compute_bytes, precision.accumulate_bytes
-    rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
-    tp, shard, replicate = (batch.tp[:, None], batch.dp_shard[:, None], batch.dp_replicate[:, None])
-    over_shard = links(cluster, (tp, shard))
-    sharded, resharded = (batch.zero > 0)[:, None], (batch.zero == 3)[:, None]
-    aliased = (batch.zero == 0)[:, None] & (narrow == wide)
+    """Legal layouts of one pipeline: asked once for each way to cut the state."""
+    few, inverse = distinct(batch, _CUTS)
+    found, rows = _state_seconds(job, few), few.shape[0]
 
-    gathered = collective_s(Kind.ALL_GATHER, n.padded * narrow, over_shard)
-    copied = n.numel * 2 * narrow / rate  # out of the gather, into tensors of their own
-    scattered = collective_s(Kind.REDUCE_SCATTER, n.padded * wide, over_shard)
-    replicas = collective_s(Kind.ALL_REDUCE, n.shard * wide, links(cluster, (tp * shard, replicate)))
-    partial = collective_s(Kind.ALL_REDUCE, n.partial * wide, links(cluster, (np.ones_like(tp), tp)))
-    zeroed = np.where(resharded, n.shard, n.padded) * wide
-    narrowed = np.where(aliased, 0, n.shard * (narrow + wide))
-    opened = (n.padded * wide + 3 * n.shard * wide) / rate  # a buffer of zeros, and its sum added to the shard
-    every = StateSeconds(
-        gather=np.where(resharded, gathered + copied, 0.0),
-        reduce=np.where(resharded, scattered + opened, 0.0),
-        final=np.where(sharded & ~resharded, scattered, 0.0) + replicas + np.where(n.partial > 0, partial, 0.0),
-        step=(n.shard * wide * _STEPPED + zeroed + narrowed) / rate,
-        publish=np.where(sharded & ~resharded, gathered + copied, 0.0),
-        tie=_tie_s(job, batch, n.tied * wide),
-        scalars=_scalars_s(job, batch),
+    def all_rows(value: Count) -> Count:
+        return spread(value, rows, inverse)
+
+    units = {
+        kind: UnitState(*map(all_rows, (u.gather, u.reduce, u.final, u.step, u.publish)))
+        for kind, u in found.units.items()
+    }
+    return StateSeconds(units, all_rows(found.tie), all_rows(found.scalars))
+
+
+def _state_seconds(job: Job, batch: LayoutBatch) -> StateSeconds:
+    name, pp = batch.names[int(batch.schedule.flat[0])], int(batch.pp.flat[0])
+    shared = ends_share_rank(name, pp)
+    dense, expert = _groups(job, batch, len(placement(name, pp)) > 1)
+    units: dict[str, UnitState] = {}
+    tied: Count = 0
+    for kind in job.model.kinds:
+        found = storages(job.model, unit_of(job.model, kind), job.cuts(batch), State(batch.shards, batch.edp), shared)
+        of_experts = [s.unit.endswith(f".{EXPERTS}") for s in found]
+        each = [_storage_s(job, batch, s, expert if e else dense) for s, e in zip(found, of_experts, strict=True)]
+        units[kind] = sum(each[1:], each[0]) if each else UnitState(0.0, 0.0, 0.0, 0.0, 0.0)
+        if job.model.block(kind).tied and found and found[0].tied:
+            tied = found[0].tied.shard_numel
+    units = {kind: _with_borrowed(job, kind, unit, units, shared) for kind, unit in units.items()}
+    return StateSeconds(units, _tie_s(job, batch, tied), _scalars_s(job, batch))
+
+
+def _groups(job: Job, batch: LayoutBatch, twins: bool) -> tuple[_Groups, _Groups]:
+    """Those of dense storages and of routed experts."""
+    cluster, zero, tp = job.cluster, batch.zero > 0, batch.tp
+    half = links(cluster, (batch.pp_stride * np.maximum(1, batch.pp // 2), 2)) if twins else None
+    across = links(cluster, (1, tp))
+    inner = batch.ep * batch.etp
+    dense = _Groups(
+        links(cluster, (tp, batch.shards)),
+        links(cluster, (tp, np.where(zero, 1, batch.cp)), (batch.replicate_stride, batch.dp_replicate)),
+        across,
+        half,
     )
-    return _with_shared(every, _shared(job, batch))
+    experts = _Groups(
+        links(cluster, (inner, batch.edp)), links(cluster, (inner * batch.edp, batch.expert_replicas)), across, half
+    )
+    return dense, experts
 
 
-def _shared(job: Job, batch: LayoutBatch) -> Bools:
-    """[n] whether one rank holds both users of a tied weight."""
+def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups) -> UnitState:
+    precision, cluster, zero = job.precision, job.cluster, batch.zero
+    narrow, wide, summed = precision.compute_bytes, precision.accumulate_bytes, job.gradient_bytes
+    rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
+    gathered = collective_s(Kind.ALL_GATHER, s.padded_numel * narrow, groups.shards)
+    gathered = gathered + s.numel * 2 * narrow / rate  # copied out of the gather, into tensors of their own
+    scattered = collective_s(Kind.REDUCE_SCATTER, s.padded_numel * summed, groups.shards)
+    final = collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.copies)
+    if groups.twins is not None:
+        final = final + collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.twins)
+    partial = collective_s(Kind.ALL_REDUCE, s.partial_numel * summed, groups.tp)
+    final = final + np.where(np.asarray(s.partial_numel) > 0, partial, 0.0)
+    zeroed = where(zero >= 2, s.shard_numel, s.padded_numel) * summed
+    aliased = (zero == 0) & (narrow == wide)
+    narrowed = np.where(aliased, 0, s.shard_numel * (narrow + wide))
+    opened = (s.padded_numel + 3 * s.shard_numel) * summed / rate  # a buffer of zeros, and its sum added to the shard
+    return UnitState(
+        gather=np.where(zero == 3, gathered, 0.0),
+        reduce=np.where(zero >= 2, scattered + opened, 0.0),
+        final=np.where(zero == 1, scattered, 0.0) + final,
+        step=(s.shard_numel * wide * _STEPPED + zeroed + narrowed) / rate,
+        publish=np.where((zero == 1) | (zero == 2), gathered, 0.0),
+    )
 
-    def together(pp: int, schedule: int) -> Bools:
-        return np.asarray(job.model.tied and ends_share_rank(batch.names[schedule], pp), dtype=np.bool_)
 
-    return per_key([batch.pp, batch.schedule], together)
-
-
-def _with_shared(s: StateSeconds, shared: Bools) -> StateSeconds:
-    """Where one rank holds both users of a tied weight, the head gathers and reduces the embedding's storage too."""
-    embedding, head = KINDS.index("embedding"), KINDS.index("head")
-    for each in (s.gather, s.reduce):
-        each[:, head] += np.where(shared, each[:, embedding], 0.0)
-    return s
+def _with_borrowed(job: Job, kind: str, unit: UnitState, units: dict[str, UnitState], shared: bool) -> UnitState:
+    """A unit gathers and reduces the storages that its tied weights lie in, too."""
+    gather, reduce = unit.gather, unit.reduce
+    for name in borrowed(job.model, job.model.block(kind), shared):
+        gather, reduce = gather + units[name].gather, reduce + units[name].reduce
+    return UnitState(gather, reduce, unit.final, unit.step, unit.publish)
 
 
-def _tie_s(job: Job, batch: LayoutBatch, payload: Ints) -> Floats:
+def _tie_s(job: Job, batch: LayoutBatch, elements: Count) -> Count:
     """Both ends of the pipeline sum the gradient of a weight that they hold twice."""
-    ends = links(job.cluster, (batch.tp * batch.dp * np.maximum(batch.pp - 1, 1), np.minimum(batch.pp, 2)))
-    return np.where(payload > 0, collective_s(Kind.ALL_REDUCE, payload, ends), 0.0)
+    ends = links(job.cluster, (batch.pp_stride * np.maximum(batch.pp - 1, 1), np.minimum(batch.pp, 2)))
+    seconds = collective_s(Kind.ALL_REDUCE, elements * job.gradient_bytes, ends)
+    return np.where(np.asarray(elements) > 0, seconds, 0.0)
 
 
-def _scalars_s(job: Job, batch: LayoutBatch) -> Floats:
-    """Token count over DATA, loss over REPORT, clip norm over SHARDED (see `mesh`)."""
-    one = np.ones_like(batch.tp)
-    data: Links = links(job.cluster, (batch.tp, batch.dp))
-    report = links(job.cluster, (batch.tp, batch.dp * batch.pp))
-    norm = links(job.cluster, (one, batch.tp * batch.dp_shard), (batch.tp * batch.dp, batch.pp))
-    return sum((collective_s(Kind.ALL_REDUCE, _SCALAR_BYTES, g) for g in (data, report, norm)), np.zeros(len(batch)))
+def _scalars_s(job: Job, batch: LayoutBatch) -> Count:
+    """Token count over the data axes, loss over these and the stages, clip norm over what cuts the state (experts' own
+    where no ZeRO does)."""
+    cluster, one = job.cluster, np.ones_like(batch.tp)
+    data = batch.dp * batch.cp
+    groups = (
+        links(cluster, (batch.tp, data)),
+        links(cluster, (batch.tp, data * batch.pp)),
+        links(cluster, (one, batch.tp * batch.cp * batch.dp_shard), (batch.tp * data, batch.pp)),
+        links(cluster, (one, np.where(batch.zero == 0, batch.ep * batch.etp, 1))),
+    )
+    return sum(collective_s(Kind.ALL_REDUCE, _SCALAR_BYTES, g) for g in groups)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.collective import Labels
-from shardwise.model.spec import Unit
+from shardwise.model.spec import Model, Unit
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout
+from shardwise.plan.layout import Layout, LayoutError
 from shardwise.plan.plan import TrainSettings
 from shardwise.plan.rows import lowered_row
+from shardwise.plan.runs import runs_here
 from shardwise.plan.shards import RankUnits, logical_name, rank_units, tied_ranks
 from shardwise.train.comm import Comm
 from shardwise.train.initial import initial_values
@@ -67,7 +68,12 @@ def build_rank(
     settings: OptimizerSettings | None = None,
     device: torch.device | None = None,
 ) -> Rank:
-    """Allocate one rank's state and wire its executor. `seed` None leaves the weights at zero (a dry run)."""
+    """Allocate one rank's state and wire its executor. `seed` None leaves the weights at zero (a dry run).
+
+    Raises LayoutError where the plan is legal but this runtime would compute something else.
+    """
+    if broken := runs_here(layout, job):
+        raise LayoutError([f"{layout}: {finding}" for finding in broken])
     device = device or torch.device("cpu")
     model, precision = job.model, job.precision
     compute, wide = torch_dtype(precision.compute), torch_dtype(precision.accumulate)
@@ -79,7 +85,7 @@ def build_rank(
     context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)))
     modules: dict[str, UnitModule] = {}
     for unit in held.units:
-        modules[unit.name] = UnitModule(unit, _slots_of(unit, held, states), context)
+        modules[unit.name] = UnitModule(unit, _slots_of(model, unit, held, states), context)
     if seed is not None:
         for state in states.values():
             _load(state, job, layout, world, seed)
@@ -90,10 +96,10 @@ def build_rank(
     return Rank(job, layout, world, states, executor, optimizer, wide, device)
 
 
-def _slots_of(unit: Unit, held: RankUnits, states: dict[str, UnitState]) -> dict[str, Slot]:
+def _slots_of(model: Model, unit: Unit, held: RankUnits, states: dict[str, UnitState]) -> dict[str, Slot]:
     """The unit's parameters by their names in the unit; a tied weight may sit in another unit's storage."""
     every = {name: slot for storage in held.uses[unit.name] for name, slot in states[storage].slots.items()}
-    return {p.name: every[logical_name(unit, p)] for p in unit.block.parameters}
+    return {p.name: every[logical_name(model, unit, p)] for p in unit.block.parameters}
 
 
 def _load(state: UnitState, job: Job, layout: Layout, world: World, seed: int) -> None:

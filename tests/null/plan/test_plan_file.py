@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from dataclasses import replace
@@ -83,7 +84,7 @@ def test_the_example_is_a_plan() -> None:
 def test_a_model_may_be_named_by_a_path_as_seen_from_the_plan(tmp_path: Path) -> None:
     tables = tomllib.loads(to_toml(make_plan()))
     config = {k: v for k, v in tables["model"].items() if k != "name"}
-    (tmp_path / "config.json").write_text(str(config).replace("'", '"').replace("True", "true"), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     path = tmp_path / "plan.toml"
     path.write_text(tomli_w.dumps({**tables, "model": "config.json"}), encoding="utf-8")
     assert load_plan(path).job.model.hidden == 32

@@ -17,7 +17,7 @@ from shardwise.plan.job import Job
 from shardwise.plan.layout import parse
 from shardwise.plan.rules import legal
 from shardwise.search.space import enumerate_layouts
-from shardwise.simulate.cost import collective_s, links
+from shardwise.simulate.network import collective_s, links
 from shardwise.simulate.step import CAUSES, step_seconds, step_time, timeline
 
 SMALL = Job(load_model("llama-3.1-8b"), parse_cluster("2x8xh100"), 8192, 128)

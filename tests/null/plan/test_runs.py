@@ -1,0 +1,80 @@
+"""What our own runtime runs: every rule has a layout that is legal and planned only, and a change that makes it run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from shardwise.cluster import parse_cluster
+from shardwise.model.hf import load_model
+from shardwise.plan.batch import LayoutBatch
+from shardwise.plan.job import PRECISIONS, Job
+from shardwise.plan.layout import parse
+from shardwise.plan.rules import findings, legal
+from shardwise.plan.runs import RUNS, runs_here
+from shardwise.plan.stack import SHARDWISE
+from tests.support.drawn import attempts
+from tests.support.models import job, tiny
+
+DENSE = Job(load_model("llama-3.1-8b"), parse_cluster("2x8xh100"), 8192, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`text` is legal and breaks the rule alone; with `mended` (and `better`, another job) the runtime takes it."""
+
+    job: Job
+    text: str
+    mended: str
+    said: str
+    better: Job | None = None
+
+
+PLAIN = "tp=8 dp=2 zero=1 mb=1"
+PLANNED = {
+    "runs-model": Case(replace(DENSE, model=load_model("gemma-2-9b")), PLAIN, PLAIN, "family gemma2", DENSE),
+    "runs-stack": Case(
+        replace(DENSE, stack=replace(SHARDWISE, name="other", title="another stack")),
+        PLAIN,
+        PLAIN,
+        "another stack",
+        DENSE,
+    ),
+    "runs-precision": Case(replace(DENSE, precision=PRECISIONS["fp8"]), PLAIN, PLAIN, "precision fp8", DENSE),
+    "runs-context": Case(DENSE, "tp=8 cp=2 mb=1", PLAIN, "cp=2"),
+    "runs-zero": Case(DENSE, "dp=16 zero=2 mb=1", "dp=16 zero=1 mb=1", "zero=2"),
+    "runs-schedule": Case(DENSE, "tp=8 pp=2 schedule=zb-v mb=1", "tp=8 pp=2 schedule=zb-h1 mb=1", "schedule=zb-v"),
+    "runs-recompute": Case(DENSE, f"{PLAIN} recompute=act", f"{PLAIN} recompute=full", "recompute=act"),
+    "runs-kv-heads": Case(DENSE, "tp=16 mb=1", PLAIN, "tp=16 copies 8 kv heads"),
+    "runs-vocab": Case(job(tiny(2, vocab=42), "4xcpu"), "tp=4 mb=1", "tp=2 dp=2 mb=1", "tp=4 pads 42 vocabulary rows"),
+    "runs-order": Case(DENSE, "tp=4 pp=2 dp=2 mb=1 order=dp", "tp=4 pp=2 dp=2 mb=1", "order=dp"),
+}
+
+
+@pytest.mark.parametrize("rule", PLANNED)
+def test_what_is_planned_only_is_named_with_its_numbers(rule: str) -> None:
+    case = PLANNED[rule]
+    layout = parse(case.text)
+    assert not findings(layout, case.job)
+    (found,) = runs_here(layout, case.job)
+    assert found.rule == rule
+    assert case.said in found.message
+    assert found.fix
+    better, work = parse(case.mended), case.better or case.job
+    assert not [*findings(better, work), *runs_here(better, work)]
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {r.id for r in RUNS} == PLANNED.keys()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_the_mask_of_a_batch_agrees_with_each(name: str) -> None:
+    work = replace(DENSE, model=load_model(name), global_batch=192)
+    layouts = attempts(work, 200, random.Random(3))
+    mask = legal(LayoutBatch.of(layouts), work, RUNS)
+    assert mask.tolist() == [not runs_here(x, work) for x in layouts]
+    assert np.any(mask) == (name == "llama-3.1-8b")
