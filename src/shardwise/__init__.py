@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from shardwise.plan.layout import parse as parse_layout
     from shardwise.plan.plan import Plan, load_plan
     from shardwise.plan.rules import findings
+    from shardwise.plan.stack import load_stack, under
     from shardwise.prove.dryrun import prove_rank
+    from shardwise.search.explain import explain
     from shardwise.search.solve import solve
+    from shardwise.search.whynot import why_not
     from shardwise.simulate.step import step_time
 
     __version__: str
@@ -36,10 +39,14 @@ _HOMES = {
     "parse_layout": "plan.layout:parse",
     "load_plan": "plan.plan",
     "findings": "plan.rules",
+    "load_stack": "plan.stack",
+    "under": "plan.stack",
     "memory_of": "account.memory",
     "predict_ledger": "account.comm",
     "step_time": "simulate.step",
     "solve": "search.solve",
+    "explain": "search.explain",
+    "why_not": "search.whynot",
     "prove_rank": "prove.dryrun",
 }
 """Public name -> its module, and its name there where that is another."""
@@ -55,10 +62,14 @@ __all__ = [
     "parse_layout",
     "load_plan",
     "findings",
+    "load_stack",
+    "under",
     "memory_of",
     "predict_ledger",
     "step_time",
     "solve",
+    "explain",
+    "why_not",
     "prove_rank",
     "__version__",
 ]

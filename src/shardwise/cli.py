@@ -5,37 +5,61 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections import Counter
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated
 
 import typer
 
 from shardwise.view import terminal
 from shardwise.view.asking import (
     InputError,
+    SearchWishes,
     Wishes,
     legal,
+    read_model,
     read_output,
     read_plan_request,
+    read_planning,
     read_ranks,
     read_request,
+    read_table,
+    runnable,
+)
+from shardwise.view.finding import elsewhere, in_convention, review, search, tell
+from shardwise.view.options import (
+    AllLevels,
+    AllStacks,
+    Batch,
+    BatchTokens,
+    CriticalBatch,
+    Csv,
+    Debug,
+    Forbids,
+    Imbalance,
+    Json,
+    Kept,
+    LayoutText,
+    MfuName,
+    MicroBatches,
+    Named,
+    On,
+    OnlyRunnable,
+    Output,
+    Pins,
+    PlanFile,
+    PrecisionName,
+    Ranks,
+    ScoreFile,
+    Seq,
+    Shown,
+    ShownRank,
+    StackName,
+    Stages,
+    Steps,
+    Subject,
+    WhyNot,
 )
 from shardwise.view.terminal import CHECK_FAILED, NOTHING_FITS, guard
-
-if TYPE_CHECKING:
-    from shardwise.plan.job import Job
-    from shardwise.plan.layout import Layout
-    from shardwise.search.solve import Candidate, SearchResult
-    from shardwise.view.review import Request, Review
-
-MAX_DRAWN: Final = 20_000
-"""Stages times micro-batches of a whole picture; a longer step is drawn with fewer micro-batches."""
-
-KEPT: Final = 10
-"""Layouts in the table of `plan`."""
 
 app = typer.Typer(
     name="shardwise",
@@ -45,37 +69,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Subject = Annotated[str, typer.Argument(metavar="MODEL", help="A catalogue name, a config.json or its folder.")]
-Shown = Annotated[str, typer.Argument(metavar="MODEL|PLAN.toml", help="A model as for plan, or a plan file.")]
-PlanFile = Annotated[str, typer.Argument(metavar="PLAN.toml", help="A plan file.")]
-On = Annotated[str | None, typer.Option("--on", metavar="CLUSTER", help="64x8xh100, 8xh100, 4xcpu, or a TOML file.")]
-Seq = Annotated[str | None, typer.Option("--seq", metavar="TOKENS", help="Tokens of a sequence; 8K by default.")]
-Batch = Annotated[
-    int | None, typer.Option("--batch", metavar="SEQUENCES", min=1, max=1 << 24, help="Sequences of a step.")
-]
-BatchTokens = Annotated[
-    str | None, typer.Option("--batch-tokens", metavar="TOKENS", help="Tokens of a step, such as 4M.")
-]
-PrecisionName = Annotated[str | None, typer.Option("--precision", metavar="bf16|fp32|fp64", help="bf16 by default.")]
-LayoutText = Annotated[str | None, typer.Option("--layout", metavar="TEXT", help='Such as "tp=8 pp=2 dp=4 mb=1".')]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write the best plan here.")]
-Kept = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="PLAN.toml", help="Write this layout's plan here.")
-]
-ShownRank = Annotated[
-    int, typer.Option("--rank", metavar="RANK", min=0, help="Global rank whose communication is shown.")
-]
-Ranks = Annotated[
-    list[str] | None,
-    typer.Option("--rank", metavar="RANKS", help="Global ranks, such as 0,8 or first,middle,last; 0 by default."),
-]
-Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="N", min=1, max=1 << 31, help="Steps; by default the plan's.")
-]
-Json = Annotated[bool, typer.Option("--json", help="The same content for programs.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected failure.")]
-
 
 # --------------------------------------------------------------------------------------------------------- commands
 
@@ -88,6 +81,8 @@ def fit(
     batch: Batch = None,
     batch_tokens: BatchTokens = None,
     precision: PrecisionName = None,
+    stack: StackName = None,
+    imbalance: Imbalance = None,
     layout: LayoutText = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -97,13 +92,16 @@ def fit(
     Answers for a given layout, or for the fastest of all: shardwise fit llama-3.1-8b --on 8xh100
     """
     with guard(debug):
-        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout))
+        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance))
         found = search(asked, 1) if asked.layout is None else None
         layouts = [legal(asked)] if found is None else [best.layout for best in found.best[:1]]
         of = review(asked.job, layouts[0], detailed=False) if layouts else None
+        told = tell(asked, found) if of is None and found is not None else None
         from shardwise.view import data, pages
 
-        terminal.emit(as_json, lambda: data.fit(asked, of, found), lambda width: pages.fit(asked, of, found, width))
+        terminal.emit(
+            as_json, lambda: data.fit(asked, of, found, told), lambda width: pages.fit(asked, of, found, width, told)
+        )
         if of is None or not of.fits:
             raise typer.Exit(NOTHING_FITS)
 
@@ -116,18 +114,29 @@ def plan(
     batch: Batch = None,
     batch_tokens: BatchTokens = None,
     precision: PrecisionName = None,
+    stack: StackName = None,
+    imbalance: Imbalance = None,
+    pin: Pins = None,
+    forbid: Forbids = None,
+    only_runnable: OnlyRunnable = False,
+    critical_batch: CriticalBatch = None,
+    why_not: WhyNot = None,
     output: Output = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Which layout trains fastest?
 
-    Ranks all that fit, and writes the best as a plan: shardwise plan llama-3.1-70b --on 64x8xh100 --batch-tokens 4M
+    Ranks all that fit, explains the best and writes it: shardwise plan llama-3.1-70b --on 64x8xh100 --batch-tokens 4M
     """
     with guard(debug):
         read_output(output)
-        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision), planning=True)
-        found = search(asked)
+        wishes = Wishes(on, seq, batch, batch_tokens, precision, why_not, stack, imbalance)
+        asked, limits, critical = read_planning(
+            subject, wishes, SearchWishes(pin, forbid, only_runnable, critical_batch)
+        )
+        found = search(asked, limits=limits)
+        told = tell(asked, found, limits, critical)
         from shardwise.plan.plan import Plan, write
         from shardwise.view import data, pages
 
@@ -136,7 +145,9 @@ def plan(
             write(Plan(asked.job, found.best[0].layout, results=data.plan_results(found)), output)
             written = str(output)
         terminal.emit(
-            as_json, lambda: data.plan(asked, found, written), lambda width: pages.plan(asked, found, written, width)
+            as_json,
+            lambda: data.plan(asked, found, written, told),
+            lambda width: pages.plan(asked, found, written, width, told),
         )
         if not found.best:
             raise typer.Exit(NOTHING_FITS)
@@ -150,7 +161,12 @@ def show(
     batch: Batch = None,
     batch_tokens: BatchTokens = None,
     precision: PrecisionName = None,
+    stack: StackName = None,
+    imbalance: Imbalance = None,
     layout: LayoutText = None,
+    mfu: MfuName = None,
+    stacks: AllStacks = False,
+    levels: AllLevels = False,
     rank: ShownRank = 0,
     output: Kept = None,
     as_json: Json = False,
@@ -163,14 +179,15 @@ def show(
     """
     with guard(debug):
         read_output(output)
-        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout))
+        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, mfu))
         if asked.layout is None:
             raise InputError(
                 ['--layout: missing, for example --layout "tp=8 pp=2 dp=4 mb=1"; `plan` finds the best one']
             )
         chosen = legal(asked)
         with terminal.working("count, simulate"):
-            of = review(asked.job, chosen, rank)
+            of = in_convention(review(asked.job, chosen, rank), asked.mfu)
+            others = elsewhere(asked.job, chosen, asked.mfu, levels, stacks)
         from shardwise.plan.plan import Plan, write
         from shardwise.view import data, pages
 
@@ -178,8 +195,81 @@ def show(
             write(Plan(asked.job, of.layout, results=data.show_results(of)), output)
         written = None if output is None else str(output)
         terminal.emit(
-            as_json, lambda: data.show(asked, of, written), lambda width: pages.show(asked, of, width, written)
+            as_json,
+            lambda: data.show(asked, of, written, others),
+            lambda width: pages.show(asked, of, width, written, others),
         )
+
+
+@app.command()
+def models(name: Named = None, seq: Seq = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Which models are known?
+
+    The catalogue, or one model, config.json or folder in detail: shardwise models llama-3.1-8b
+    """
+    with guard(debug):
+        from shardwise.view import models as view
+
+        if name is None:
+            found = view.listing()
+            terminal.emit(as_json, lambda: view.list_data(found), lambda width: view.list_page(found, width))
+            return
+        model, seq_len = read_model(name, seq)
+        terminal.emit(as_json, lambda: view.data(model, seq_len), lambda _: view.page(model, seq_len))
+
+
+@app.command()
+def clusters(name: Named = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Which accelerators are known?
+
+    All of them, one, or a cluster as it is understood: shardwise clusters 64x8xh100
+    """
+    with guard(debug):
+        from shardwise.view import clusters as view
+
+        if name is None:
+            terminal.emit(as_json, view.list_data, view.list_page)
+            return
+        of, part = view.read(name)
+        terminal.emit(as_json, lambda: view.data(of, part), lambda _: view.page(of, part))
+
+
+@app.command()
+def schedules(
+    name: Named = None,
+    pp: Stages = 4,
+    micro_batches: MicroBatches = 8,
+    as_csv: Csv = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Which pipeline schedules are known?
+
+    A sentence each, or one drawn as a grid: shardwise schedules zb-v --pp 4 --micro-batches 8
+    """
+    with guard(debug):
+        from shardwise.view import schedules as view
+
+        if name is None:
+            terminal.emit(as_json, view.list_data, lambda _: view.list_page())
+            return
+        of = view.read(name, pp, micro_batches)
+        if as_csv:
+            sys.stdout.write(view.csv(of))
+            return
+        terminal.emit(as_json, lambda: view.data(of), lambda width: view.page(of, width))
+
+
+@app.command()
+def rules(as_json: Json = False, debug: Debug = False) -> None:
+    """What must a layout keep?
+
+    Every rule by the id under which it is broken.
+    """
+    with guard(debug):
+        from shardwise.view import rules as view
+
+        terminal.emit(as_json, view.data, lambda _: view.page())
 
 
 @app.command()
@@ -192,7 +282,7 @@ def prove(path: PlanFile, rank: Ranks = None, as_json: Json = False, debug: Debu
     with guard(debug):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns that fake ranks have no network
         asked = read_plan_request(path, Wishes())
-        layout = legal(asked)
+        layout = runnable(asked)
         ranks = read_ranks(rank or ["first"], layout.world_size)
         from shardwise.view import proof
 
@@ -224,7 +314,7 @@ def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: De
 
     with guard(debug, speaks=is_reporter()):
         chosen = load_plan(path)
-        legal(Request(chosen.job, chosen.layout))
+        runnable(Request(chosen.job, chosen.layout))
         from shardwise.train.data import DataError
         from shardwise.train.launch import RankFailed
         from shardwise.train.loop import WorldMismatchError, train
@@ -243,6 +333,23 @@ def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: De
             terminal.line(training.closing(done))
 
 
+@app.command()
+def score(file: ScoreFile = None, as_json: Json = False, debug: Debug = False) -> None:
+    """How wrong are the predictions?
+
+    Predicts every published run of a table and prints the errors by source; by default of the table that comes along.
+    """
+    with guard(debug):
+        read_table(file)
+        from shardwise.view import scores
+
+        with terminal.working("score") as say:
+            from shardwise.score.score import score_file, to_json
+
+            found = score_file(file, lambda what, n, of: say(f"score: {what}, {n:,} of {of:,}"))
+        terminal.emit(as_json, lambda: to_json(found), lambda width: scores.page(found, width))
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
     """Plan, prove and run the parallel training of large language models."""
@@ -251,66 +358,6 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 
         typer.echo(f"shardwise {__version__}")
         raise typer.Exit
-
-
-# ------------------------------------------------------------------------------------------------------- finding out
-
-
-def review(job: Job, layout: Layout, rank: int = 0, detailed: bool = True) -> Review:
-    """All that is known of one legal layout; `detailed`, with one global rank's communication and the pipeline."""
-    from shardwise.account.comm import predict_ledger
-    from shardwise.account.compute import flops_per_token
-    from shardwise.account.memory import memory_of
-    from shardwise.simulate.step import step_time, timeline
-    from shardwise.view.review import Review
-
-    read_ranks([str(rank)], layout.world_size)
-    schedule, times = timeline(job, layout, drawn(job, layout) if detailed else layout.pp)
-    of = Review(
-        job=job,
-        layout=layout,
-        memory=memory_of(job, layout),
-        step=step_time(job, layout),
-        flops_per_token=flops_per_token(job.model, job.seq_len),
-        rank=rank,
-        ledger=predict_ledger(job, layout, rank) if detailed else Counter(),
-        schedule=schedule,
-        timeline=times,
-    )
-    return of if of.fits else replace(of, remedies=remedies(job, layout))
-
-
-def drawn(job: Job, layout: Layout) -> int:
-    """Micro-batches of the picture: all, or where they are very many, enough for both ends and a steady middle."""
-    whole = job.micro_batches(layout)
-    return whole if whole * layout.stages <= MAX_DRAWN else min(whole, layout.pp * max(4, 64 // layout.pp))
-
-
-def remedies(job: Job, layout: Layout) -> list[Candidate]:
-    """Layouts one change away that are legal and fit, the fastest first."""
-    from shardwise.plan.rules import findings
-    from shardwise.search.solve import evaluate
-
-    half = {"dp_shard": layout.dp_shard // 2} if layout.dp_shard > 1 else {"dp_replicate": layout.dp_replicate // 2}
-    changes: list[dict[str, Any]] = [
-        {"recompute": "full"},
-        {"zero": max(1, layout.zero), "dp_replicate": 1, "dp_shard": layout.dp},
-        {"zero": 3, "dp_replicate": 1, "dp_shard": layout.dp},
-        {"mb": layout.mb // 2},
-        {"tp": 2 * layout.tp, "sp": True, **half},
-        {"pp": 2 * layout.pp, "split": (), **half},
-    ]
-    tried = {replace(layout, **change) for change in changes if all(v != 0 for v in change.values())}
-    found = [evaluate(job, one) for one in tried - {layout} if not findings(one, job)]
-    return sorted((c for c in found if c.fits), key=lambda c: (c.step.total_s, str(c.layout)))
-
-
-def search(asked: Request, keep: int = KEPT) -> SearchResult:
-    """The `keep` best layouts of a job."""
-    from shardwise.search.solve import solve
-
-    with terminal.working("search") as tell:
-        return solve(asked.job, lambda what, n, of: tell(f"search: {what}, {n:,} of {of:,} layouts"), keep)
 
 
 def main() -> None:

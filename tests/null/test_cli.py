@@ -40,6 +40,7 @@ def test_fit_answers_for_the_best_layout_and_says_what_it_assumed() -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
     assert "65,536 tokens = 8 sequences of 8,192 a step" in said
+    assert result.stdout.startswith("yes: fits with ")
     for words in ("fits with", "--seq 8192; --batch 8", "AdamW", "layouts enumerated", "(assumed)"):
         assert words in said
 
@@ -141,7 +142,7 @@ def test_a_given_layout_that_does_not_fit_is_exit_3_of_fit_alone() -> None:
 
 def test_all_faults_are_said_at_once() -> None:
     said = refused("show", "llama-9", "--on", "8xb100", "--batch-tokens", "x", "--layout", "q=1", "--precision", "int1")
-    for words in ("llama-9", "did you mean", "--batch-tokens", "q=", "mb=", "--precision"):
+    for words in ("llama-9", "did you mean", "--batch-tokens", "'q': no such key", "mb=", "--precision"):
         assert words in said
 
 
@@ -166,6 +167,8 @@ def test_all_faults_are_said_at_once() -> None:
         (("fit", "", "--on", "8xh100"), "MODEL: "),
         (("fit", "llama-3.1-8b", "--on", "8xh100", "--seq", "8k5"), "--seq: '8k5' is not a token count"),
         (("fit", "llama-3.1-8b", "--on", "8xh100", "--seq", "1G"), "--seq: found 1,073,741,824; wanted at most"),
+        (("show", TINY, "--mfu", "best"), "wanted one of exact, megatron"),
+        (("show", TINY, "--stack", "megatron"), "--stack: refused beside"),
         (("prove", TINY, "--rank", "0,9,last,x"), "found '9'"),
         (("prove", "llama-3.1-8b"), "no such file"),
         (("train", "no.toml"), "no such file"),
@@ -238,7 +241,10 @@ def test_ranks_are_numbers_or_names() -> None:
     assert cli.read_ranks(["first,last", "5", "middle", "0"], 16) == [0, 15, 5, 8]
 
 
-@pytest.mark.parametrize("words", [FIT, PLAN, SHOW, ("--version",), ("plan", "--help")])
+LISTINGS = (("models",), ("models", "mixtral-8x7b"), ("clusters",), ("schedules", "zb-v"), ("rules",))
+
+
+@pytest.mark.parametrize("words", [FIT, PLAN, SHOW, *LISTINGS, ("--version",), ("plan", "--help")])
 def test_these_commands_never_load_torch(words: tuple[str, ...]) -> None:
     code = "import sys; from shardwise.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, *words]
@@ -265,10 +271,14 @@ def test_public_names() -> None:
         "parse_layout",
         "load_plan",
         "findings",
+        "load_stack",
+        "under",
         "memory_of",
         "predict_ledger",
         "step_time",
         "solve",
+        "explain",
+        "why_not",
         "prove_rank",
         "__version__",
     }

@@ -75,7 +75,7 @@ class LayoutBatch:
     def row(self, i: int) -> Layout:
         """The i-th layout, in the order of the flattened shape."""
         where = np.unravel_index(i, self.shape)
-        at = {f: int(np.broadcast_to(getattr(self, f), self.shape)[where]) for f in COLUMNS}
+        at = {f: _at(getattr(self, f), where) for f in COLUMNS}
         return Layout(
             **{f: at[f] for f in COLUMNS if f not in _INDEXED},
             sp=bool(at["sp"]),
@@ -139,6 +139,11 @@ class LayoutBatch:
     def expert_replicas(self) -> Ints:
         """Ranks with the same part of the experts' state."""
         return np.maximum(1, self.dp * self.cp * self.tp // (self.ep * self.etp) // self.edp)
+
+
+def _at(column: Ints, where: tuple[np.intp, ...]) -> int:
+    """The value at a place of the whole shape."""
+    return int(column[tuple(i if n > 1 else 0 for i, n in zip(where, column.shape, strict=True))])
 
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(LayoutBatch) if f.name not in _NAMES)

@@ -28,7 +28,7 @@ from shardwise.results import StepTime
 from shardwise.search.limits import Limits
 from shardwise.search.space import Space
 from shardwise.simulate.cost import Floats
-from shardwise.simulate.stage import Shared, prices_of
+from shardwise.simulate.stage import Prices, Shared, prices_of, rows_of
 from shardwise.simulate.step import GridTime, step_time
 
 Progress = Callable[[str, int, int], None]
@@ -43,10 +43,9 @@ MAX_WALKS = 40
 MAX_LOOKED_AT = 400
 """Layouts whose closed form is followed up at the most, twins included."""
 
-MAX_WALKED = 20_000
-"""Stages times micro-batches to walk in all, once LEAST families are walked; no clock, so that every machine agrees."""
-
-LEAST = 3
+MAX_WALKED = ((8, 40_000), (3, 100_000))
+"""(families, stages times micro-batches): walking ends once so many of both are walked; no clock, so that every machine
+agrees."""
 
 CHUNK = 1 << 18
 """Layouts of a grid that are filled in at a time: what bounds the memory of a search."""
@@ -114,10 +113,9 @@ class _Front:
     found: list[tuple[LayoutBatch, int]] = field(default_factory=list[tuple[LayoutBatch, int]])
     closest: tuple[int, LayoutBatch, int] | None = None
 
-    @property
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> Iterator[Layout]:
         """The fastest first."""
-        return [batch.row(i) for batch, i in self.found]
+        return (batch.row(i) for batch, i in self.found)
 
     @property
     def worst(self) -> float:
@@ -217,35 +215,71 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 def _walk_best(job: Job, front: _Front, keep: int, progress: Progress) -> tuple[list[Candidate], int]:
     """Walk in the order of the closed forms, until those left cannot be among the best any more."""
-    found: list[Candidate] = []
-    known: set[Layout] = set()
+    ranking = _Ranking(keep)
     walked = 0
-    for layout, estimated, peak in zip(front.layouts, front.seconds.tolist(), front.peaks.tolist(), strict=True):
-        best = _of_families(found, keep)
-        if len(known) >= keep and estimated * (1 - SLACK) >= best[-1].step.total_s:
+    layouts = list(front.layouts())
+    prices = _prices(job, layouts)
+    for i, (layout, estimated) in enumerate(zip(layouts, front.seconds.tolist(), strict=True)):
+        known = len(ranking.families)
+        if known >= keep and estimated * (1 - SLACK) >= ranking.worst:
             break
-        if family(layout) not in known and (len(known) >= MAX_WALKS or (walked > MAX_WALKED and len(known) >= LEAST)):
+        # A single stage has nothing to walk: there the closed form is the walk.
+        hopeless = layout.pp == 1 and known >= keep and estimated > ranking.worst * (1 + 1e-9)
+        enough = known >= MAX_WALKS or any(known >= least and walked > most for least, most in MAX_WALKED)
+        if hopeless or (enough and family(layout) not in ranking.families):
             continue
-        step = step_time(job, layout)
-        walked += layout.stages * step.walked * (family(layout) not in known)
-        known.add(family(layout))
-        found.append(Candidate(layout, step, int(peak), front.capacity_bytes))
-        found.sort(key=lambda c: c.step.total_s)
-        progress("schedules", len(known), MAX_WALKS)
-    return _of_families(found, keep), len(found)
+        step = step_time(job, layout, prices(i))
+        walked += layout.stages * step.walked * (family(layout) not in ranking.families)
+        ranking.take(Candidate(layout, step, int(front.peaks[i]), front.capacity_bytes))
+        progress("schedules", len(ranking.families), MAX_WALKS)
+    return ranking.best(), len(ranking.found)
+
+
+def _prices(job: Job, layouts: Sequence[Layout]) -> Callable[[int], Prices]:
+    """The prices of each of these layouts; those of one pipeline are priced together, when the first is asked for."""
+    together: dict[tuple[int, str, tuple[int, ...]], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        together.setdefault((layout.pp, layout.schedule, layout.split), []).append(i)
+    known: dict[tuple[int, str, tuple[int, ...]], Prices] = {}
+
+    def of(i: int) -> Prices:
+        key = layouts[i].pp, layouts[i].schedule, layouts[i].split
+        members = together[key]
+        if key not in known:
+            known[key] = prices_of(job, LayoutBatch.of([layouts[j] for j in members]).expanded(2))
+        place = members.index(i)
+        return rows_of(known[key], slice(place, place + 1), np.zeros(1, dtype=np.int64))
+
+    return of
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """Walked candidates, the fastest first; `worst` is the step of the last that `best` returns."""
+
+    keep: int
+    found: list[tuple[float, Layout, Candidate]] = field(default_factory=list[tuple[float, Layout, Candidate]])
+    families: set[Layout] = field(default_factory=set[Layout])
+    worst: float = np.inf
+
+    def take(self, candidate: Candidate) -> None:
+        kin = family(candidate.layout)
+        self.families.add(kin)
+        self.found.append((candidate.step.total_s, kin, candidate))
+        self.found.sort(key=lambda entry: entry[0])
+        self.worst = self.found[len(self.best()) - 1][0]
+
+    def best(self) -> list[Candidate]:
+        """The head of the ranking that holds its first `keep` families, twins among them included."""
+        seen: set[Layout] = set()
+        for i, (_, kin, _) in enumerate(self.found):
+            seen.add(kin)
+            if len(seen) > self.keep:
+                return [candidate for *_, candidate in self.found[:i]]
+        return [candidate for *_, candidate in self.found]
 
 
 def family(layout: Layout) -> Layout:
     """What layouts share that differ in how their data-parallel ranks part into dp_replicate x dp_shard alone."""
     replicate, shard = (1, layout.dp) if layout.zero else (layout.dp, 1)
     return replace(layout, dp_replicate=replicate, dp_shard=shard)
-
-
-def _of_families(found: Sequence[Candidate], keep: int) -> list[Candidate]:
-    """The head of a ranking that holds its first `keep` families, twins among them included."""
-    known: set[Layout] = set()
-    for i, candidate in enumerate(found):
-        known.add(family(candidate.layout))
-        if len(known) > keep:
-            return list(found[:i])
-    return list(found)

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwise import schedule as schedules
 from shardwise.model.spec import Model
 from shardwise.plan.batch import COLUMNS, Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
@@ -24,14 +25,24 @@ MAX_TP = 64
 MAX_CP = 64
 MAX_ETP = 8
 MAX_PP = 64
-MB = (*range(1, 9), 16)
+MB = (*range(1, 9), 16, 32, 64, 128)
 """Sequences of a micro-batch that are tried, where they divide the batch."""
+
+MAX_MICRO_TOKENS = 1 << 17
+"""Tokens of a micro-batch: far more than any product needs to run at its best. A sequence a context parallel rank is
+always allowed."""
 
 LEAST_CP_TOKENS = 512
 """Tokens of a sequence that each rank keeps at least: fewer make no product worth starting."""
 
+VIRTUAL = (2, 4, 8)
+"""Stages a rank of interleaving that are always tried,"""
+
+EVEN = (3, 5, 6, 10, 12, 16)
+"""and those that are where they leave all stages alike, the embedding and the head counted as a layer or not at all."""
+
 SCHEDULES = (
-    *(DEFAULT_SCHEDULE, "interleaved:2", "interleaved:4", "interleaved:8"),
+    *(DEFAULT_SCHEDULE, *(f"interleaved:{v}" for v in (*VIRTUAL, *EVEN))),
     *("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "dualpipe"),
 )
 """Schedules of a pipeline; the first is also the one of a single stage. GPipe takes as long as 1F1B and keeps more:
@@ -76,8 +87,15 @@ class Space:
 
     def schedules(self, pp: int) -> list[int]:
         """Indices of SCHEDULES to try."""
-        names = range(1) if pp == 1 else range(len(self.names))
-        return [i for i in names if pp == 1 or self.limits.allows("schedule", self.names[i])]
+        if pp == 1:
+            return [0]
+        return [i for i, n in enumerate(self.names) if self._worth_trying(n, pp) and self.limits.allows("schedule", n)]
+
+    def _worth_trying(self, name: str, pp: int) -> bool:
+        virtual = schedules.virtual_stages(name)
+        if name.partition(":")[0] != "interleaved" or virtual in VIRTUAL or self.limits.pins.get("schedule") == name:
+            return True
+        return any(layers % (pp * virtual) == 0 for layers in (self.job.model.layers, self.job.model.layers + 2))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -109,7 +127,7 @@ class Space:
             self._allowed("ep", [d for d in experts if (dp * cp * tp) % d == 0]),
             self._allowed("etp", [d for d in (1, tp) if d <= MAX_ETP] if model.experts and tp > 1 else [1]),
             [i for i in orders if len(orders) == 1 or self.limits.allows("order", ORDERS[i])],
-            self._allowed("mb", _micro_batches(self.job.global_batch, dp)),
+            self._allowed("mb", self._micro_batches(dp, cp)),
         )
         one = np.ones_like(sp)
         return LayoutBatch(
@@ -131,6 +149,12 @@ class Space:
             names=self.names,
             recomputes=self.recomputes,
         )
+
+    def _micro_batches(self, dp: int, cp: int) -> list[int]:
+        """Sequences of a micro-batch; a batch that dp does not divide is left for the rule that says so."""
+        batch, most = self.job.global_batch, max(cp, MAX_MICRO_TOKENS // self.job.seq_len)
+        pinned = [int(x) for x in (self.limits.pins.get("mb"),) if x]
+        return [n for n in pinned or MB if batch // dp % n == 0 and n <= most] if batch % dp == 0 else [1]
 
     def grid(self, cuts: LayoutBatch) -> tuple[LayoutBatch, Bools]:
         """([k, r, z], [k, 1, z] which ways to cut the state there are): the cuts with every way to recompute and, in
@@ -171,11 +195,6 @@ def enumerate_layouts(job: Job, limits: Limits | None = None) -> Iterator[Layout
                 grid, real = space.grid(cuts)
                 filled = replace(grid, schedule=np.full_like(grid.schedule, schedule))
                 yield filled.take(np.broadcast_to(real, filled.shape).ravel())
-
-
-def _micro_batches(global_batch: int, dp: int) -> list[int]:
-    """Sequences of a micro-batch; a batch that dp does not divide is left for the rule that says so."""
-    return [d for d in MB if global_batch // dp % d == 0] if global_batch % dp == 0 else [1]
 
 
 def _product(*values: list[int]) -> list[Ints]:

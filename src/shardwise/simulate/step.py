@@ -169,9 +169,10 @@ def _stage_parts(prices: Prices) -> list[dict[str, list[float]]]:
     return [known[share] for share in prices.chain.stages]
 
 
-def step_time(job: Job, layout: Layout) -> StepTime:
-    """One legal layout, walked. The parts are those of the rank that is busy longest, and sum to the step."""
-    prices = _one(job, layout)
+def step_time(job: Job, layout: Layout, prices: Prices | None = None) -> StepTime:
+    """One legal layout, walked. The parts are those of the rank that is busy longest, and sum to the step. `prices`, of
+    this layout alone, if they are known."""
+    prices = prices or _one(job, layout)
     chain, m = prices.chain, int(prices.micro_batches.flat[0])
     stages = _stage_parts(prices)
     parts = _busiest(chain, stages, m)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from shardwise.cluster import Device
+    from shardwise.model.spec import Model
     from shardwise.plan.job import Precision
     from shardwise.plan.layout import Layout
+    from shardwise.plan.stack import Stack
+    from shardwise.search.limits import Limits
     from shardwise.view.review import Request
 
 T = TypeVar("T")
@@ -39,6 +42,27 @@ class Wishes:
     batch_tokens: str | None = None
     precision: str | None = None
     layout: str | None = None
+    stack: str | None = None
+    imbalance: float | None = None
+    mfu: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchWishes:
+    """The options that hold a search to some layouts, as typed, and the critical batch."""
+
+    pin: Sequence[str] | None = None
+    forbid: Sequence[str] | None = None
+    runnable: bool = False
+    critical_batch: str | None = None
+
+
+class Planning(NamedTuple):
+    """What `plan` is asked: the layout of the request is the one that `--why-not` names."""
+
+    asked: Request
+    limits: Limits
+    critical_batch_tokens: int | None
 
 
 class Faults:
@@ -69,6 +93,7 @@ def read_request(subject: str, wishes: Wishes, planning: bool = False) -> Reques
     from shardwise.plan.job import PRECISIONS, Job
     from shardwise.plan.layout import parse
     from shardwise.plan.plan import load_cluster
+    from shardwise.plan.stack import under
     from shardwise.view.review import Request
 
     faults = Faults()
@@ -76,33 +101,87 @@ def read_request(subject: str, wishes: Wishes, planning: bool = False) -> Reques
     if wishes.on is None:
         faults.found.append("--on: missing; the cluster, such as --on 64x8xh100, or a plan file instead of a model")
     cluster = None if wishes.on is None else faults.take("--on", lambda: load_cluster(wishes.on or ""))
-    layout = None if wishes.layout is None else faults.take("--layout", lambda: parse(wishes.layout or ""))
+    option = "--why-not" if planning else "--layout"
+    layout = None if wishes.layout is None else faults.take(option, lambda: parse(wishes.layout or ""))
+    stack = read_stack(wishes.stack, faults)
     name = wishes.precision or "bf16"
     if name not in PRECISIONS:
-        faults.found.append(f"--precision: found {name!r}; wanted one of {', '.join(PRECISIONS)}")
+        faults.found.append(f"--precision: found {name[:40]!r}; wanted one of {', '.join(PRECISIONS)}")
     elif cluster is not None:
         faults.found += unknown_rate(cluster.device, PRECISIONS[name])
-    seq_len = read_seq(wishes.seq, faults)
+    seq_len = read_seq(wishes.seq, model, faults)
     batch, assumed = read_batch(wishes, seq_len, layout, cluster.world_size if cluster else 1, faults)
     if planning and assumed:
         faults.found.append("--batch-tokens or --batch: missing; it decides which is best, such as --batch-tokens 4M")
-    if faults.found or model is None or cluster is None:
+    imbalance, mfu = read_imbalance(wishes.imbalance, model, faults), read_convention(wishes.mfu, faults)
+    if faults.found or model is None or cluster is None or stack is None:
         raise InputError(faults.found)
     if wishes.seq is None:
-        assumed = (f"--seq {DEFAULT_SEQ}", *assumed)
-    return Request(Job(model, cluster, seq_len, batch, PRECISIONS[name]), layout, assumed)
+        assumed = (f"--seq {seq_len}", *assumed)
+    job = Job(under(model, stack), cluster, seq_len, batch, PRECISIONS[name], stack, imbalance)
+    return Request(job, layout, (*assumed, *without_effect(wishes.layout, layout)), mfu)
 
 
-def read_seq(text: str | None, faults: Faults) -> int:
-    """Tokens of a sequence; 8K is 8,192, as of every count of tokens."""
+def without_effect(text: str | None, layout: Layout | None) -> list[str]:
+    """What of a layout's text says nothing, and why: equal layouts have one text."""
+    asked = [word.rstrip(",;") for word in (text or "").split() if word.startswith("zero=")]
+    if layout is None or layout.zero or not asked or asked[0] == "zero=0":
+        return []
+    return [f"{asked[0]} has no effect, dp_shard x cp is 1: no two ranks hold the same state"]
+
+
+def read_stack(name: str | None, faults: Faults) -> Stack | None:
+    """The software stack whose figures are wanted: our own where none is named."""
+    from shardwise.plan.plan import find_stack
+    from shardwise.plan.stack import SHARDWISE
+
+    return SHARDWISE if name is None else faults.take("--stack", lambda: find_stack(name))
+
+
+def read_imbalance(value: float | None, model: Model | None, faults: Faults) -> float:
+    """Routed copies on the fullest rank over the mean."""
+    from shardwise.plan.plan import MAX_IMBALANCE
+
+    if value is None:
+        return 1.0
+    if not 1 <= value <= MAX_IMBALANCE:
+        said = "the fullest rank's routed tokens over the mean"
+        faults.found.append(f"--imbalance: found {value:g}; wanted {said}, from 1 to {MAX_IMBALANCE:,}")
+        return 1.0
+    if model is not None and not model.experts and value > 1:
+        faults.found.append(f"--imbalance: {model.name} has no routed experts; leave it out")
+    return value
+
+
+def read_planning(subject: str, wishes: Wishes, held: SearchWishes) -> Planning:
+    """What `plan` is asked. Raises InputError with all faults."""
+    from shardwise.search.limits import read_limits
+    from shardwise.units import parse_tokens
+
+    faults = Faults()
+    asked = faults.take("", lambda: read_request(subject, wishes, planning=True))
+    limits = faults.take("", lambda: read_limits(held.pin or (), held.forbid or (), held.runnable))
+    critical = None
+    if held.critical_batch is not None:
+        critical = faults.take("--critical-batch", lambda: parse_tokens(held.critical_batch or ""))
+    if faults.found or asked is None or limits is None:
+        raise InputError(faults.found)
+    return Planning(asked, limits, critical)
+
+
+def read_seq(text: str | None, model: Model | None, faults: Faults) -> int:
+    """Tokens of a sequence, 8K by default; no more than a model has learned positions for."""
     from shardwise.plan.plan import MAX_SEQ_LEN
     from shardwise.units import parse_tokens
 
-    found = DEFAULT_SEQ if text is None else faults.take("--seq", lambda: parse_tokens(text))
-    if found is not None and found > MAX_SEQ_LEN:
-        faults.found.append(f"--seq: found {found:,}; wanted at most {MAX_SEQ_LEN:,}")
-        return DEFAULT_SEQ
-    return found or DEFAULT_SEQ
+    most = MAX_SEQ_LEN if model is None else model.sizes.get("P", MAX_SEQ_LEN)
+    default = min(DEFAULT_SEQ, most)
+    found = default if text is None else faults.take("--seq", lambda: parse_tokens(text))
+    if found is not None and found > most:
+        why = "" if model is None or most == MAX_SEQ_LEN else f", the learned positions of {model.name}"
+        faults.found.append(f"--seq: found {found:,}; wanted at most {most:,}{why}")
+        return default
+    return found or default
 
 
 def unknown_rate(device: Device, precision: Precision) -> list[str]:
@@ -141,15 +220,37 @@ def read_plan_request(path: str, wishes: Wishes) -> Request:
 
     faults = Faults()
     for key, value in asdict(wishes).items():
-        if value is not None and key != "layout":
+        if value is not None and key not in ("layout", "mfu"):
             faults.found.append(f"--{key.replace('_', '-')}: refused beside {path}, which already says it")
     found = faults.take("", lambda: load_plan(path))
     layout = None if wishes.layout is None else faults.take("--layout", lambda: parse(wishes.layout or ""))
+    mfu = read_convention(wishes.mfu, faults)
     if faults.found or found is None:
         raise InputError(faults.found)
     if wrong := unknown_rate(found.job.cluster.device, found.job.precision):
         raise InputError([f"{path}: {fault}" for fault in wrong])
-    return Request(found.job, layout or found.layout)
+    return Request(found.job, layout or found.layout, tuple(without_effect(wishes.layout, layout)), mfu)
+
+
+def read_model(spec: str, seq: str | None) -> tuple[Model, int]:
+    """A model and the sequence length for its FLOPs. Raises InputError with all faults."""
+    from shardwise.model.hf import load_model
+
+    faults = Faults()
+    model = faults.take(spec or "MODEL", lambda: load_model(spec))
+    seq_len = read_seq(seq, model, faults)
+    if model is None or faults.found:
+        raise InputError(faults.found)
+    return model, seq_len
+
+
+def read_convention(name: str | None, faults: Faults) -> str:
+    """The convention of model FLOPs, the exact one where none is named."""
+    from shardwise.account.compute import CONVENTIONS
+
+    if name is not None and name not in CONVENTIONS:
+        faults.found.append(f"--mfu: found {name[:40]!r}; wanted one of {', '.join(CONVENTIONS)}")
+    return name or "exact"
 
 
 def read_ranks(texts: Sequence[str], world_size: int) -> list[int]:
@@ -170,6 +271,12 @@ def read_output(path: Path | None) -> None:
         raise InputError([f"--output: found {str(path)!r}; wanted a file whose name ends in .toml, such as plan.toml"])
 
 
+def read_table(path: Path | None) -> None:
+    """Refuse a table that is not there."""
+    if path is not None and not path.exists():
+        raise InputError([f"{path}: no such file; wanted a CSV table of published runs"])
+
+
 def legal(asked: Request) -> Layout:
     """The layout asked for. Raises InputError with every rule that it breaks."""
     from shardwise.plan.rules import findings
@@ -179,3 +286,15 @@ def legal(asked: Request) -> Layout:
     if broken:
         raise InputError([f"{asked.layout}: {finding}" for finding in broken])
     return asked.layout
+
+
+def runnable(asked: Request) -> Layout:
+    """The layout asked for, if our own runtime runs it. Raises InputError with every rule that forbids it."""
+    from shardwise.plan.runs import runs_here
+
+    layout = legal(asked)
+    broken = runs_here(layout, asked.job)
+    if broken:
+        hint = "planned only; `shardwise plan ... --runnable` ranks the layouts that `prove` and `train` take"
+        raise InputError([*(f"{layout}: {finding}" for finding in broken), hint])
+    return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardwise.plan.job import Job
@@ -12,9 +13,20 @@ from shardwise.view.review import THIN, Review
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardwise.plan.layout import Layout
+    from shardwise.search.explain import Comparison
+    from shardwise.search.fitting import NothingFits
     from shardwise.search.solve import Candidate, SearchResult
+    from shardwise.view.review import AtLevel, Told
 
 MFU_CONVENTION = "model FLOPs of causal attention counted exactly, no recompute, over the data sheet's dense peak"
+
+
+def mfu_convention(name: str) -> str:
+    """How the model FLOPs were counted, and what they are held against."""
+    from shardwise.account.compute import CONVENTIONS
+
+    return MFU_CONVENTION if name == "exact" else f"{CONVENTIONS[name]}, over the data sheet's dense peak"
 
 
 def what(job: Job) -> str:
@@ -31,29 +43,128 @@ def batch(job: Job) -> str:
     return f"{format_count(job.tokens)} tokens = {count} sequence{plural} of {each} a step"
 
 
-def assumptions(job: Job, extra: tuple[str, ...] = ()) -> str:
+def assumptions(job: Job, extra: tuple[str, ...] = (), mfu: str = "exact") -> str:
     """What every figure rests on; `extra` are values that the user left open."""
-    p = job.precision
-    dtypes = p.compute if p.compute == p.accumulate else f"{p.compute} with {p.accumulate} master weights and gradients"
+    p, device = job.precision, job.cluster.device
+    dtypes = f"{p.compute}{_wider(job)}{f', products in {p.product}' if p.product else ''}"
     length = [] if any(e.startswith("--seq") for e in extra) else [f"sequence length {format_count(job.seq_len)}"]
     words = [
         f"{p.name} ({dtypes})",
         "AdamW",
         "full training",
         *length,
-        "no dropout",
-        f"MFU: {MFU_CONVENTION}",
-        f"times and assumed memory: uncalibrated priors of {job.cluster.device.title}",
+        "dropout" if job.stack.saves.dropout else "no dropout",
+        *([f"routing imbalance {job.imbalance:g}"] if job.model.experts else []),
+        f"software stack: {stack(job)}",
+        f"allocator margin {percent(margin(job))}",
+        f"MFU: {mfu_convention(mfu)}",
+        f"times and assumed memory: uncalibrated priors of {device.title}",
     ]
-    return "Assumed: " + "; ".join([*extra, *words]) + "."
+    units = f"GiB is 2^30 bytes, GB 10^9: {device.name} has {gib(device.usable_bytes):,.1f} usable GiB"
+    return "Assumed: " + "; ".join([*extra, *words]) + f". {units}."
+
+
+def _wider(job: Job) -> str:
+    """What is kept in another dtype than the weights."""
+    p, state = job.precision, job.stack.state
+    if state.optimizer_bytes_per_parameter:
+        each = f"{state.optimizer_bytes_per_parameter:g} bytes a parameter of optimizer state"
+        return f" with {job.gradient_dtype} gradients, {each}"
+    if p.compute == p.accumulate:
+        return ""
+    if job.gradient_dtype == p.accumulate:
+        return f" with {p.accumulate} master weights and gradients"
+    return f" with {p.accumulate} master weights, {job.gradient_dtype} gradients"
+
+
+def stack(job: Job) -> str:
+    """`megatron (Megatron-LM core 0.12)`; under our own name, what that is."""
+    return f"{job.stack.name} ({job.stack.title})" if job.stack.title != job.stack.name else job.stack.name
+
+
+def margin(job: Job) -> float:
+    """Share of the tensors that the allocator is assumed to hold beside them."""
+    own = job.stack.allocator_margin
+    return job.cluster.device.assumed_memory.allocator_margin if own is None else own
 
 
 def verdict(review: Review) -> str:
     """Whether the fullest rank fits, by how much, and where it peaks."""
-    at = review.fullest
-    margin = fit(at.total_bytes, review.capacity_bytes)
-    return f"{margin}; fullest is pipeline rank {at.rank}, in the {action(at.action)}"
+    return f"{fit(review.fullest.total_bytes, review.capacity_bytes)}; {fullest(review)}"
 
+
+def fullest(review: Review) -> str:
+    """The pipeline rank that needs most, and when."""
+    return f"fullest is pipeline rank {review.fullest.rank}, in the {action(review.fullest.action)}"
+
+
+def yes_or_no(review: Review) -> str:
+    """The answer of `fit` in one line: by how much, and if not, the nearest thing tried that fits."""
+    margin = fit(review.fullest.total_bytes, review.capacity_bytes)
+    if review.fits:
+        return f"yes: {margin}"
+    if not review.remedies:
+        return f"no: {margin}; no single change tried makes it fit"
+    nearest = review.remedies[0]
+    return f"no: {margin}; with {nearest.layout} it {fit(nearest.peak_bytes, nearest.capacity_bytes)}"
+
+
+def no(found: SearchResult, nothing: NothingFits | None) -> str:
+    """The answer of `fit` and `plan` where nothing fits: by how much, and the nearest thing that does."""
+    ways = nothing.ways if nothing else ()
+    nearest = f"; {ways[0].text}" if ways else ""
+    if found.closest is None:
+        return f"no: no layout is legal for this model, cluster and batch{nearest}"
+    short = over(found.closest.peak_bytes - found.closest.capacity_bytes)
+    capacity = f"{gib(found.closest.capacity_bytes):,.1f} GiB"
+    return f"no: {short} over {capacity} with the layout that comes closest{nearest}"
+
+
+def recipe(found: Comparison | None) -> str:
+    """What the last row of the ranking is."""
+    return f"r: the field's recipe, {100 * found.gap:+.1f} % of the step" if found else ""
+
+
+def loss(told: Told) -> str:
+    """What the column of the critical batch means."""
+    if not told.loss or told.critical_batch_tokens is None:
+        return ""
+    first, critical = told.loss[0], format_count(told.critical_batch_tokens)
+    return (
+        f"loss/S_min: seconds to a loss over the steps of an endless batch, at a critical batch of {critical} tokens: "
+        f"this batch takes {first.steps_factor:.2f} times those steps, and {first.tokens_factor:.2f} times the tokens "
+        "of a small batch (McCandlish et al. 1812.06162)"
+    )
+
+
+def levels(found: Sequence[AtLevel]) -> list[str]:
+    """Where a higher ZeRO level needs more memory than the one below, which parts outweigh what it cuts."""
+    said: list[str] = []
+    for low, high in pairwise(found):
+        more = high.memory.total_bytes - low.memory.total_bytes
+        if more <= 0:
+            continue
+        before, after = low.memory.proved | low.memory.assumed, high.memory.proved | high.memory.assumed
+        change = {part: after.get(part, 0) - before.get(part, 0) for part in {**before, **after}}
+        grown = ", ".join(f"{part} +{over(n)}" for part, n in change.items() if n > more / 20)
+        shrunk = ", ".join(f"{part} -{over(-n)}" for part, n in change.items() if -n > more / 20)
+        why = f"{grown} against {shrunk or 'nothing that it cuts'}"
+        said.append(f"zero={high.layout.zero} needs {over(more)} more than zero={low.layout.zero}: {why}")
+    return said
+
+
+def runs(job: Job, layout: Layout) -> list[str]:
+    """`runs here: yes`, or every rule that forbids it and how to get a plan that runs."""
+    from shardwise.plan.runs import runs_here
+
+    broken = runs_here(layout, job)
+    if not broken:
+        return ["runs here: yes, `prove` and `train` take it"]
+    rules = ", ".join(f.rule for f in broken)
+    return [f"runs here: no, planned only ({rules})", *map(str, broken), RUNNABLE]
+
+
+RUNNABLE = "a plan that runs: `shardwise plan ... --runnable`"
 
 ACTIONS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "backward"}
 
@@ -72,6 +183,29 @@ def fit(peak_bytes: int, capacity_bytes: int) -> str:
     share = spare / capacity_bytes
     thin = ", which is thin: the assumed parts are as uncertain" if share < THIN else ""
     return f"fits with {over(spare)} ({percent(share)}) of {capacity} to spare{thin}"
+
+
+def logits(review: Review) -> str:
+    """What the vocabulary costs where the head is; nothing for a model without one."""
+    from shardwise.view.review import logits_of
+
+    found = logits_of(review.job, review.layout)
+    if found is None:
+        return ""
+    own, whole = over(found.own_bytes), over(found.at_loss_bytes)
+    vocab = f"a vocabulary of {format_count(review.job.model.vocab)}"
+    return (
+        f"of the activations, on the last stage: logits {own} a micro-batch, {whole} while the loss is made ({vocab})"
+    )
+
+
+def exposed(step: StepTime) -> str:
+    """The communication that nothing hides, by cause, on the busiest rank."""
+    from shardwise.view.review import NO_COMMUNICATION
+
+    parts = [(name, s) for name, s in step.parts_s.items() if s > 0 and name not in NO_COMMUNICATION]
+    said = ", ".join(f"{name} {format_seconds(s)}" for name, s in parts)
+    return f"exposed in the step of the busiest rank: {said or 'nothing'}"
 
 
 def percent(share: float) -> str:
@@ -93,10 +227,10 @@ def speed(step: StepTime) -> str:
 def flops(review: Review) -> str:
     """Model FLOPs a token, a step and a device, and the rate that the step time makes of them."""
     job, step = review.job, review.step
-    total = review.flops_per_token * job.tokens
+    total = step.model_flops
     rate = total / job.cluster.world_size / step.total_s
     return (
-        f"model FLOPs, forward and backward: {format_flops(review.flops_per_token)} a token, "
+        f"model FLOPs, forward and backward: {format_flops(total / job.tokens)} a token, "
         f"{format_flops(total)} a step;\n"
         f"{format_rate(rate)} of {format_rate(step.peak_flops_per_s)} a device"
     )

@@ -17,7 +17,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.rules import findings, legal
 from shardwise.search.limits import Limits
 from shardwise.search.solve import evaluate, family, solve
-from shardwise.search.space import RECOMPUTE, SCHEDULES, divisors, enumerate_layouts
+from shardwise.search.space import MB, RECOMPUTE, SCHEDULES, VIRTUAL, divisors, enumerate_layouts
 from shardwise.simulate.step import step_time
 
 JOB = Job(load_model("llama-3.1-8b"), parse_cluster("8xh100"), 8192, 128)
@@ -55,8 +55,13 @@ def test_every_choice_is_there_at_every_pipeline() -> None:
         cuts = {(zero, dp // n, n) for zero in (1, 2, 3) for n in divisors(dp) if n * cp > 1}
         found = zip(batch.zero.tolist(), batch.dp_replicate.tolist(), batch.dp_shard.tolist(), strict=True)
         assert set(found) == cuts | {(0, dp, 1)}
-        assert set(batch.mb.tolist()) == {mb for mb in divisors(128 // dp) if mb <= 16}
-    assert schedules == {pp: {"1f1b"} if pp == 1 else set(SCHEDULES) for pp in divisors(32)}
+        assert set(batch.mb.tolist()) == {mb for mb in MB if 128 // dp % mb == 0 and mb <= max(cp, 16)}
+    always = {"1f1b", *(f"interleaved:{v}" for v in VIRTUAL), "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "dualpipe"}
+    assert schedules.pop(1) == {"1f1b"}
+    assert all(always <= found <= set(SCHEDULES) for found in schedules.values())
+    assert "interleaved:16" in schedules[2]  # 32 layers: one a stage
+    assert "interleaved:3" not in schedules[4]  # neither 32 nor 34 layers are 12 alike
+    assert list(schedules) == divisors(32)[1:]
 
 
 def test_the_best_fit_and_are_in_order() -> None:
