@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 BENCHMARKS = $(sort $(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format score bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ check: $(STAMP) ## lint, format, types, import directions
 format: $(STAMP) ## mend what check would complain of, where a tool can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+score: $(STAMP) ## predict every published run that can be, and compare
+	$(BIN)/shardwise score
 
 bench: $(STAMP) ## run every script in benchmarks/
 	@test -n "$(BENCHMARKS)" || echo "benchmarks/ holds no script yet"

@@ -1,4 +1,8 @@
-"""Published layouts against our prediction and our search: Llama 3 405B's three phases (2407.21783, table 4)."""
+"""Published layouts against our prediction and our search: Llama 3 405B's three phases (2407.21783, table 4), PTD-P.
+
+The report does not say whether its 380 TFLOP/s at 131,072 tokens count causal attention whole or halved; our exact count
+halves it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import pytest
 
 from shardwise.account.memory import memory_of
 from shardwise.cluster import parse_cluster
-from shardwise.model.hf import load_model
-from shardwise.plan.job import Job
+from shardwise.model.hf import gpt, load_model
+from shardwise.plan.job import PRECISIONS, Job
 from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
 from shardwise.plan.stack import load_stack, under
@@ -86,3 +90,27 @@ def test_what_it_takes_to_fit_8192_devices() -> None:
     assert peaks["cut"].proved_bytes < capacity < peaks["cut"].total_bytes
     assert peaks["recomputed"].total_bytes < 0.95 * capacity
     assert {m.rank for m in peaks.values()} == {1}  # rank 0 holds the embedding and one layer less
+
+
+PTD_P = (  # layers, hidden, heads, GPUs / 8, sequences, layout, TFLOP/s a GPU
+    (30, 3072, 32, 8, 512, "tp=2 sp=0 dp=32 mb=16", 138),
+    (36, 4096, 32, 16, 512, "tp=4 sp=0 dp=32 mb=16", 142),
+    (40, 6144, 48, 32, 1024, "tp=8 sp=0 dp=32 mb=8", 135),
+    (80, 12288, 96, 192, 2304, "tp=8 sp=0 pp=8 dp=24 schedule=interleaved:2 mb=2", 148),
+    (96, 16384, 128, 240, 2160, "tp=8 sp=0 pp=16 dp=15 schedule=interleaved:2 mb=1", 155),
+)
+"""Narayanan et al. 2104.04473, table 1, the rows whose micro-batch is known (examples of NVIDIA/Megatron-LM)."""
+
+
+def test_ptd_p_is_predicted_within_a_tenth() -> None:
+    """FLOPs as the paper's equation 3 counts them, recomputation and unmasked attention among them."""
+    stack, seq_len, vocab = load_stack("megatron-2021"), 2048, 51200
+    errors: list[float] = []
+    for layers, hidden, heads, nodes, batch, text, published in PTD_P:
+        model = under(gpt(layers, hidden, heads, vocab, seq_len), stack)
+        job = Job(model, parse_cluster(f"{nodes}x8xa100"), seq_len, batch, PRECISIONS["fp16"], stack)
+        share = 1 + seq_len / (6 * hidden) + vocab / (16 * layers * hidden)
+        flops = 96 * batch * seq_len * layers * hidden**2 * share
+        step_s = step_time(job, parse(f"{text} recompute=full")).total_s
+        errors.append(flops / step_s / (8 * nodes) / 1e12 / published - 1)
+    assert sum(map(abs, errors)) / len(errors) < 0.10

@@ -231,7 +231,7 @@ def unit_memory(model: Model, kind: str, cut: Cut, recompute: str) -> UnitMemory
     forward = _forward(block, tensors, not full, False, again)
     output = tensors.sizes[block.output.name]
     remade = _Tensors(model, block, cut)
-    second = _forward(block, remade, True, True, ()).peak if full else 0
+    second = _forward(block, remade, True, not block.reruns_tail, ()).peak if full else 0
     whole, split = _backward(block, tensors, False, again), _backward(block, remade, True, again)
     gradient = 0 if kind == HEAD else output
     before = second + gradient if full else 0

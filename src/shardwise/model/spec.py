@@ -139,6 +139,8 @@ class Block:
     """Names of parameters that are the embedding's, under tied weights (or, of a tail's unit, the head's)."""
     recomputable: bool = False
     """Whether full recompute keeps the unit's input alone; what leaves the model's ends is not worth a second run."""
+    reruns_tail: bool = False
+    """Whether full recompute runs the last op again too, though nobody reads its result."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -149,10 +151,10 @@ class Block:
         return self.ops[-1].outputs[0]
 
     def again(self, recompute: str) -> tuple[Op, ...]:
-        """Ops whose forward runs again in the backward. Under `full` of the last one only the node is made, nobody
-        reads its result; otherwise `recompute` names some of OP_RECOMPUTE's groups."""
+        """Ops whose forward runs again in the backward. Under `full` of the last one only the node is made, unless the
+        block reruns its tail; otherwise `recompute` names some of OP_RECOMPUTE's groups."""
         if recompute == "full":
-            return self.ops[:-1] if self.recomputable else ()
+            return (self.ops if self.reruns_tail else self.ops[:-1]) if self.recomputable else ()
         wanted = recompute.split(",")
         return tuple(op for op in self.ops if self.recomputable and OP_RECOMPUTE.get(op.kind) in wanted)
 

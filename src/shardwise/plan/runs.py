@@ -13,9 +13,8 @@ from shardwise.results import Finding
 
 FAMILIES = ("llama",)
 PRECISIONS = ("bf16", "fp32", "fp64")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v")
 RECOMPUTE = ("none", "full")
-ZERO = (0, 1, 3)
 
 
 def _all(batch: LayoutBatch, broken: bool) -> Bools:
@@ -66,12 +65,6 @@ RUNS: tuple[Rule, ...] = (
         "no context parallelism",
         lambda b, _: b.cp > 1,
         lambda x, _: (f"cp={x.cp}: context parallelism is planned only", "use cp=1"),
-    ),
-    Rule(
-        "runs-zero",
-        f"the ZeRO level is one of {', '.join(map(str, ZERO))}",
-        lambda b, _: ~np.isin(b.zero, ZERO),
-        lambda x, _: (f"zero={x.zero} is planned only", "use zero=1 or zero=3"),
     ),
     Rule(
         "runs-schedule",

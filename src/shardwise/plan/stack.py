@@ -52,6 +52,9 @@ class Saves:
     routed: Literal["early", "late"] = "early"
     """early: a routed copy's weight scales its activation; late: it scales what the experts made, which is kept, and so
     is what is then added up"""
+    recomputed: Literal["until-saved", "whole"] = "until-saved"
+    """of a layer that is recomputed; until-saved: all but the last product, whose result nobody reads; whole: the whole
+    forward, with its communication"""
     loss: Literal["in-place", "float32", "eager"] = "in-place"
     """in-place: the gradient takes the logits' place; float32: the softmax is kept in four bytes, and becomes the
     gradient; eager: cross-entropy of a float32 copy, 4 bytes a logit kept and 12 at the peak"""
@@ -220,7 +223,7 @@ def _block(block: Block, saves: Saves) -> Block:
     ops = [_op(op, block, saves) for op in block.ops]
     if saves.dropout and block.kind == EMBEDDING and ops[-1].parameters:
         ops[-1] = _keep(ops[-1], _MASK)
-    return replace(block, ops=tuple(ops))
+    return replace(block, ops=tuple(ops), reruns_tail=saves.recomputed == "whole")
 
 
 def _op(op: Op, block: Block, saves: Saves) -> Op:

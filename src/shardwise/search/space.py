@@ -38,7 +38,7 @@ LEAST_CP_TOKENS = 512
 VIRTUAL = (2, 4, 8)
 """Stages a rank of interleaving that are always tried,"""
 
-EVEN = (3, 5, 6, 10, 12, 16)
+EVEN = (3, 5, 6, 10, 12)
 """and those that are where they leave all stages alike, the embedding and the head counted as a layer or not at all."""
 
 SCHEDULES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rich.console import Group
@@ -83,7 +84,7 @@ NOTES = (
 
 def page(of: ScoreView, width: int) -> Group:
     """The table, the total, and what could not be predicted."""
-    wide = width >= 110
+    wide = width >= 118
     table = plain(2 if wide else 1)
     table.add_column("\nsource", ratio=1, overflow="fold")
     for head in ("\nstack", "\ndevice", "\nprecision") if wide else ("\ndevice",):
@@ -99,7 +100,7 @@ def page(of: ScoreView, width: int) -> Group:
         errors = _percent(total.median), _percent(total.mean), _percent(total.bias, "+")
         table.add_row("all", *blanks, format_count(of.predicted), *errors, style="bold")
     left = ", ".join(f"{count:,} {kind}" for kind, count in of.skipped)
-    closing = f"{of.predicted:,} runs of {of.file} predicted" + (f"; left out, by reason: {left}" if left else "")
+    closing = f"{of.predicted:,} runs of {Path(of.file).name} predicted" + (f"; left out, by reason: {left}" if left else "")
     return Group(table, Text(), Text(closing), Text(NOTES, "dim"))
 
 
