@@ -134,7 +134,7 @@ def _abstract(devices: int, figures: str) -> Cluster:
         faults.append(f"found {devices:,} devices; at most {MAX_DEVICES:,} are planned for")
     if faults:
         raise ClusterError([f"a device of your own: {fault}" for fault in faults])
-    name = f"{devices}x" + ",".join(f"{key}={given[key]:.15g}" for key in _FIGURES if key in given)
+    name = f"{devices}x" + ",".join(f"{key}={_figure(given[key])}" for key in _FIGURES if key in given)
     device = Device(
         name=ABSTRACT,
         title="a device of your own",
@@ -145,6 +145,12 @@ def _abstract(devices: int, figures: str) -> Cluster:
         peak_flops={"bfloat16": given["C"], "float16": given["C"]},
     )
     return Cluster(name, 1, devices, device, (Level("links", devices, given["W"] / GB, 0),))
+
+
+def _figure(value: float) -> str:
+    """As short as it can be read back: 4.6e14."""
+    short = f"{value:g}".replace("e+", "e")
+    return short if float(short) == value else f"{value:.15g}"
 
 
 def _read_figures(text: str) -> tuple[dict[str, float], list[str]]:

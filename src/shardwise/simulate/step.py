@@ -180,7 +180,7 @@ def step_time(job: Job, layout: Layout, prices: Prices | None = None) -> StepTim
     spans = _spans(chain.name, chain.pp, m, tuple(durations.items()), tuple(delays.items()))
     busy_s = sum(parts.values())
     # In this order by nature; a span that was continued by its period may be off by its tolerance.
-    free_s = max(busy_s, spans.free_s)
+    free_s = spans.free_s if spans.free_s > busy_s * (1 + 1e-9) else busy_s
     parts[BUBBLE] = free_s - busy_s
     parts[TRANSFER] = max(free_s, spans.walked.span_s) - free_s
     tails = [{c: _number(x) for c, x in _tail(prices, share, place).items()} for place, share in enumerate(chain.ranks)]

@@ -44,7 +44,7 @@ def test_racks_of_one_domain() -> None:
 
 def test_a_device_of_ones_own() -> None:
     cluster = parse_cluster("64xC=4.6e14, W=1.8e11, m=95e9")
-    assert cluster.name == "64xC=460000000000000,W=180000000000,M=95000000000"
+    assert cluster.name == "64xC=4.6e14,W=1.8e11,M=9.5e10"
     assert parse_cluster(cluster.name) == cluster
     device, (level,) = cluster.device, cluster.levels
     assert cluster.world_size == level.size == 64
