@@ -43,7 +43,7 @@ MAX_WALKS = 40
 MAX_LOOKED_AT = 400
 """Layouts whose closed form is followed up at the most, twins included."""
 
-MAX_WALKED = ((8, 40_000), (3, 100_000))
+MAX_WALKED = ((8, 40_000), (3, 60_000))
 """(families, stages times micro-batches): walking ends once so many of both are walked; no clock, so that every machine
 agrees."""
 
