@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cluster.device import Cluster
-from shardwise.model.spec import Cut, Model
+from shardwise.model.spec import Count, Cut, Model
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.layout import CP_KINDS, Layout
 from shardwise.plan.stack import SHARDWISE, Stack
@@ -94,36 +94,26 @@ class Job:
 
     def cut(self, layout: Layout) -> Cut:
         """How a micro-batch of this job is cut on one rank."""
-        precision = self.precision
-        return Cut(
-            tokens=layout.mb * self.seq_len // layout.cp,
-            tp=layout.tp,
-            sp=layout.sp,
-            compute_bytes=precision.compute_bytes,
-            accumulate_bytes=precision.accumulate_bytes,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
-            seq_len=self.seq_len,
-            imbalance=self.imbalance,
-            cp_kind=CP_KINDS.index(layout.cp_kind),
-        )
+        return self._cut(layout, CP_KINDS.index(layout.cp_kind))
 
     def cuts(self, batch: LayoutBatch) -> Cut:
         """The same of many layouts: a cut of columns."""
+        return self._cut(batch, batch.cp_kind)
+
+    def _cut(self, of: Layout | LayoutBatch, cp_kind: Count) -> Cut:
         precision = self.precision
         return Cut(
-            tokens=batch.mb * self.seq_len // batch.cp,
-            tp=batch.tp,
-            sp=batch.sp,
+            tokens=of.mb * self.seq_len // of.cp,
+            tp=of.tp,
+            sp=of.sp,
             compute_bytes=precision.compute_bytes,
             accumulate_bytes=precision.accumulate_bytes,
-            cp=batch.cp,
-            ep=batch.ep,
-            etp=batch.etp,
+            cp=of.cp,
+            ep=of.ep,
+            etp=of.etp,
             seq_len=self.seq_len,
             imbalance=self.imbalance,
-            cp_kind=batch.cp_kind,
+            cp_kind=cp_kind,
         )
 
 
