@@ -1,6 +1,6 @@
 """shardwise plans, proves and runs the parallel training of large language models.
 
-The public names are loaded on first use: `import shardwise` costs nothing, and only `prove_rank` needs torch.
+The public names are loaded on first use: `import shardwise` costs nothing, and only `prove_rank`, `fsdp`, `ddp` and `zero1` need torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from shardwise.search.solve import solve
     from shardwise.search.whynot import why_not
     from shardwise.simulate.step import step_time
+    from shardwise.train.wrap.ddp import ddp
+    from shardwise.train.wrap.fsdp import fsdp
+    from shardwise.train.wrap.zero1 import zero1
 
     __version__: str
 
@@ -48,6 +51,9 @@ _HOMES = {
     "explain": "search.explain",
     "why_not": "search.whynot",
     "prove_rank": "prove.dryrun",
+    "fsdp": "train.wrap.fsdp",
+    "ddp": "train.wrap.ddp",
+    "zero1": "train.wrap.zero1",
 }
 """Public name -> its module, and its name there where that is another."""
 
@@ -71,6 +77,9 @@ __all__ = [
     "explain",
     "why_not",
     "prove_rank",
+    "fsdp",
+    "ddp",
+    "zero1",
     "__version__",
 ]
 
