@@ -1,6 +1,7 @@
 """shardwise plans, proves and runs the parallel training of large language models.
 
-The public names are loaded on first use: `import shardwise` costs nothing, and only `prove_rank`, `fsdp`, `ddp` and `zero1` need torch.
+The public names are loaded on first use: `import shardwise` costs nothing; only `prove_rank` and the wrappers (`fsdp`,
+`ddp`, `zero1`) need torch.
 """
 
 from __future__ import annotations

@@ -280,10 +280,13 @@ def test_public_names() -> None:
         "explain",
         "why_not",
         "prove_rank",
+        "fsdp",
+        "ddp",
+        "zero1",
         "__version__",
     }
     assert dir(shardwise) == sorted(shardwise.__all__)
-    for name in set(shardwise.__all__) - {"prove_rank", "__version__"}:
+    for name in set(shardwise.__all__) - {"prove_rank", "fsdp", "ddp", "zero1", "__version__"}:
         assert getattr(shardwise, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         _ = shardwise.plans
