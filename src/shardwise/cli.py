@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from shardwise.train.options import KEEP, SAVE_EVERY
 from shardwise.view import terminal
+from shardwise.view import training_options as at
 from shardwise.view.asking import (
     InputError,
     SearchWishes,
@@ -303,10 +305,27 @@ def prove(path: PlanFile, rank: Ranks = None, as_json: Json = False, debug: Debu
 
 
 @app.command("train")
-def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: Debug = False) -> None:
+def train_(
+    path: PlanFile,
+    steps: Steps = None,
+    data: at.DataFile = None,
+    tokenizer: at.TokenizerFile = None,
+    save: at.Save = None,
+    save_every: at.SaveEvery = SAVE_EVERY,
+    keep: at.Keep = KEEP,
+    resume: at.Resume = None,
+    warmup: at.Warmup = 0,
+    decay: at.Decay = "constant",
+    floor: at.Floor = 0.0,
+    metrics: at.Metrics = None,
+    profile: at.Profile = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Do it.
 
     Trains on processes of this machine, one a rank, or joins the ranks of torchrun: shardwise train examples/tiny.toml
+    --save runs/a, and on any other layout: shardwise train other.toml --resume runs/a
     """
     from shardwise.plan.plan import load_plan
     from shardwise.train.environment import is_reporter
@@ -318,19 +337,24 @@ def train_(path: PlanFile, steps: Steps = None, as_json: Json = False, debug: De
         from shardwise.train.data import DataError
         from shardwise.train.launch import RankFailed
         from shardwise.train.loop import WorldMismatchError, train
+        from shardwise.train.options import Options, Schedule, newest
         from shardwise.view import training
 
         speaks = is_reporter() and not as_json
+        schedule = Schedule(warmup, decay, floor)
+        options = Options(data, tokenizer, save, save_every, keep, resume, metrics, profile, schedule)
         try:
-            say = training.step_data if as_json else training.step_line
-            opening = partial(terminal.line, training.opening(chosen)) if speaks else None
-            done = train(chosen, steps, lambda of: terminal.line(say(of)), opening)
+            say = training.report_data if as_json else training.report_line
+            opening = partial(terminal.line, training.opening(chosen, data)) if speaks else None
+            done = train(chosen, steps, lambda of: terminal.line(say(of)), opening, options)
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:
-            terminal.fail(terminal.OUR_FAULT, str(error).splitlines())
+            terminal.fail(training.exit_code(error.kind), str(error).splitlines())
+        except KeyboardInterrupt:
+            terminal.fail(terminal.INTERRUPTED, [training.interrupted(save and newest(save))])
         if speaks and done:
-            terminal.line(training.closing(done))
+            terminal.line(training.closing(done, save and newest(save)))
 
 
 @app.command()

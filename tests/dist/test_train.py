@@ -139,7 +139,10 @@ def test_it_starts_its_ranks_tells_every_step_and_learns() -> None:
         assert process.wait(60) == 0
         assert not session_members(process.pid)
     assert first_s < 15
-    told = [re.fullmatch(r"step +(\d+)/20  loss (\d+\.\d{4})  gradient norm .* tokens/s", line) for line in lines[4:24]]
+    told = [
+        re.fullmatch(r"step +(\d+)/20  loss (\d+\.\d{4})  gradient norm .* tokens/s  .* [MG]iB", line)
+        for line in lines[4:24]
+    ]
     assert [int(step[1]) for step in told if step] == list(range(1, 21))
     found = [float(step[2]) for step in told if step]
     assert 5.3 < found[0] < 5.9  # ln 256 = 5.545: it starts from knowing nothing
@@ -287,3 +290,31 @@ def test_a_reader_that_leaves_ends_all_in_silence() -> None:
         assert process.stderr.read() == ""
         assert process.wait(30) == 74
         assert not session_members(process.pid)
+
+
+# What it reads and writes ---------------------------------------------------------------------------------------------
+
+
+def test_documents_a_tokenizer_metrics_and_traces(tmp_path: Path) -> None:
+    from tests.torch.test_data import documents, word_tokenizer
+
+    corpus, tokenizer = documents(tmp_path, *["one two three one"] * 2000), word_tokenizer(tmp_path, "</s>")
+    plan = plan_file(tmp_path, "dp=2 mb=8", cluster='"2xcpu"', num_hidden_layers="1")
+    traces, metrics = tmp_path / "traces", tmp_path / "metrics.jsonl"
+    words = "--data", corpus, "--tokenizer", tokenizer, "--profile", traces, "--metrics", metrics
+    found = losses(train(plan, "--steps", 4, "--json", "--warmup", 2, "--decay", "linear", *words))
+    told = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [step["loss"] for step in told] == found
+    assert [step["learning_rate"] for step in told] == pytest.approx([1.5e-3, 3e-3, 3e-3, 0])
+    assert all(step["memory_bytes"] > 1 << 20 and step["mfu"] is None for step in told)
+    assert sorted(path.name for path in traces.iterdir()) == ["rank-0.json", "rank-1.json"]
+    names = {event.get("name", "") for event in json.loads((traces / "rank-1.json").read_text())["traceEvents"]}
+    assert any("aten::mm" in name for name in names)
+    assert any("all_reduce" in name for name in names)
+
+
+def test_without_the_tokenizers_library_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['tokenizers'] = None; from shardwise.cli import main; main()"
+    done = run(sys.executable, "-c", code, "train", TINY, "--tokenizer", tmp_path / "tokenizer.json")
+    assert done.returncode == 5
+    assert said(done) == ["this command needs tokenizers, which is not installed: pip install 'shardwise[train]'"]

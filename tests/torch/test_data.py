@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,3 +78,109 @@ def test_the_standard_library_is_read_alike_each_time() -> None:
     one, two = (read_corpus("python-stdlib", 128, 0, least=16).tokens for _ in range(2))
     assert len(one) > 1 << 20
     assert np.array_equal(one, two)
+
+
+# Token files ----------------------------------------------------------------------------------------------------------
+
+
+def documents(folder: Path, *texts: str) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n\n" for i, text in enumerate(texts)))
+    return path
+
+
+def word_tokenizer(folder: Path, end: str | None = None) -> Path:
+    """Of the tokenizers library: a token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[UNK]", "one", "two", "three", *([end] if end else [])]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def token_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix == ".tokens")
+
+
+def test_documents_are_joined_and_their_tokens_written_once(tmp_path: Path) -> None:
+    path = documents(tmp_path, "one two", "é")
+    first = read_corpus(str(path), 2, 0, least=1)
+    assert bytes(first.tokens) == "one two\né\n".encode()
+    assert isinstance(first.tokens, np.memmap)
+    [name] = token_files(tmp_path)
+    before = (tmp_path / name).stat().st_mtime_ns
+    again = read_corpus(str(path), 2, 0, least=1)
+    assert (tmp_path / name).stat().st_mtime_ns == before
+    assert first.fingerprint() == again.fingerprint()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "corpus.jsonl"]), "no lock, nothing half-written"
+    documents(tmp_path, "one two three", "é")
+    assert read_corpus(str(path), 2, 0, least=1).fingerprint() != first.fingerprint()
+    assert len(token_files(tmp_path)) == 2
+
+
+def test_a_tokenizer_makes_tokens_and_ends_documents(tmp_path: Path) -> None:
+    path, tokenizer = documents(tmp_path, "one three", "two four"), word_tokenizer(tmp_path, "</s>")
+    corpus = read_corpus(str(path), 2, 0, least=1, vocab=5, tokenizer=tokenizer)
+    assert corpus.tokens.tolist() == [1, 3, 4, 2, 0, 4]
+    with pytest.raises(DataError, match=r"vocabulary of 4: the tokenizer .*tokenizer.json takes 5"):
+        read_corpus(str(path), 2, 0, least=1, vocab=4, tokenizer=tokenizer)
+    with pytest.raises(DataError, match="6 tokens; one step takes 7"):
+        read_corpus(str(path), 2, 0, least=3, vocab=5, tokenizer=tokenizer)
+
+
+def test_a_text_of_many_blocks_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("one two\r\nthree\n" * 20_000)
+    corpus = read_corpus(str(path), 2, 0, least=1, vocab=4, tokenizer=word_tokenizer(tmp_path))
+    assert corpus.tokens.tolist() == [1, 2, 3] * 20_000
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_tokens_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = documents(tmp_path, "one two")
+    real = Path.open
+
+    def refused(self: Path, *words: Any, **names: Any) -> Any:
+        if self.parent == tmp_path and self != path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *words, **names)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert len(read_corpus(str(path), 2, 0, least=1).tokens) == 8
+    assert token_files(tmp_path) == []
+    assert len(token_files(tmp_path / "cache" / "shardwise")) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\n{"text": 1}\n', 'line 2: no "text"'),
+        ('{"text": "a"}\nnonsense\n', "line 2: not JSON"),
+        ('["text"]\n', 'line 1: no "text"'),
+        ("[" * 100_000, "line 1: not JSON"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        ("", "corpus.jsonl: 0 bytes"),
+    ],
+)
+def test_documents_that_are_none_are_named_and_leave_nothing(
+    content: str | bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        read_corpus(str(path), 2, 0, least=1)
+    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl"] == token_files(tmp_path)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(DataError, match="no such file"):
+        read_corpus("python-stdlib", 2, 0, least=1, tokenizer=path)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="no tokenizer of the tokenizers library"):
+        read_corpus("python-stdlib", 2, 0, least=1, tokenizer=path)

@@ -111,10 +111,14 @@ def _rank_main(writer: connection.Connection, parent: int, target: Callable[...,
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What is told of an exception that ended a rank."""
+    """What is told of an exception that ended a rank. One with a `kind` is told in its own words, and may be of another
+    rank's failure, which all ranks have heard of."""
+    step, kind = getattr(error, "step", None), getattr(error, "kind", None)
+    if kind is not None:
+        return Failure(str(error), getattr(error, "trace", ""), step, getattr(error, "rank", None), kind)
     rows = "".join(traceback.format_exception(error, limit=-FRAMES)).splitlines()
     trace = "\n".join(row for row in rows if row.strip(" ^~"))  # without the marks under the lines
-    return Failure(f"{type(error).__name__}: {error}", trace, getattr(error, "step", None))
+    return Failure(f"{type(error).__name__}: {error}", trace, step)
 
 
 def _tell(writer: connection.Connection, content: Any) -> None:
@@ -197,11 +201,14 @@ def _end(children: list[_Child]) -> None:
 
 
 class Failure(NamedTuple):
-    """Why a rank ended: `cause` in one line, `trace` its innermost frames, `step` where the exception names one."""
+    """Why a rank ended: `cause` in one line, `trace` its innermost frames, `step` and `rank` where the exception names
+    them. `kind`: "input" or "io" where it is no fault of the program."""
 
     cause: str
     trace: str = ""
     step: int | None = None
+    rank: int | None = None
+    kind: str = "fault"
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - says what happened
@@ -209,8 +216,8 @@ class RankFailed(RuntimeError):  # noqa: N818 - says what happened
 
     def __init__(self, rank: int, failure: Failure):
         super().__init__(rank, failure)
-        self.rank = rank
-        self.cause, self.trace, self.step = failure
+        self.rank = rank if failure.rank is None else failure.rank
+        self.cause, self.trace, self.step, self.kind = failure.cause, failure.trace, failure.step, failure.kind
 
     def __str__(self) -> str:
         where = f"rank {self.rank}" if self.step is None else f"rank {self.rank}, step {self.step}"

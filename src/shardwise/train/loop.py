@@ -1,27 +1,39 @@
-"""The loop: start the ranks or join a launcher's, read data, step, report."""
+"""The loop: start the ranks or join a launcher's, read data, step, save, report."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import resource
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.account.compute import flops_per_token
 from shardwise.collective import Labels
 from shardwise.mesh import DATA
+from shardwise.model.hf import to_config
+from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, TrainSettings
-from shardwise.train.data import BYTES, Corpus, DataError, read_corpus
+from shardwise.train.data import Corpus, read_corpus
 from shardwise.train.distributed import CommError, close_world, open_world
-from shardwise.train.environment import launched, local_world_size
+from shardwise.train.environment import is_reporter, launched, local_world_size
 from shardwise.train.launch import RankFailed, failure_of, launch
 from shardwise.train.optim import OptimizerSettings
+from shardwise.train.options import Options
 from shardwise.train.rank import Rank, build_rank, train_step
+
+if TYPE_CHECKING:
+    from shardwise.train.checkpoint import Checkpoint, Saver
 
 TIMEOUT_S = 300.0
 """Longest wait for another rank: it bounds a hang and the work of a stage. A rank that ends is noticed at once."""
@@ -32,6 +44,9 @@ one that knows more speaks first, and alone."""
 
 LATE_IMPORTS = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """What torch's first backward and first optimizer import (1.2 s): once here, not once in every forked rank."""
+
+PROFILED = 3
+"""Steps in a trace, after a first one that warms up."""
 
 
 class WorldMismatchError(ValueError):
@@ -44,7 +59,7 @@ class NotFiniteError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step as rank 0 tells it."""
+    """One step as rank 0 tells it. `mfu`: None where the device has no known peak; `saved`: a new checkpoint."""
 
     step: int
     steps: int
@@ -52,40 +67,84 @@ class StepReport:
     norm: float
     tokens: int
     seconds: float
+    learning_rate: float = 0.0
+    memory_bytes: int = 0
+    mfu: float | None = None
+    saved: str | None = None
 
 
 OnStep = Callable[[StepReport], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every rank is started with. `settings` are the plan's with the options' in their place."""
+
+    plan: Plan
+    settings: TrainSettings
+    options: Options
+    corpus: Corpus
+    resume: Checkpoint | None = None
+
+    @property
+    def start(self) -> int:
+        """Steps that are done already."""
+        return 0 if self.resume is None else self.resume.step
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on to go on here; the layout is not among it."""
+        job, settings = self.plan.job, self.settings
+        model = {f"model.{key}": value for key, value in to_config(job.model).items()}
+        return model | {
+            "state type": job.precision.accumulate,
+            "seq_len": job.seq_len,
+            "global_batch": job.global_batch,
+            "seed": settings.seed,
+            "data": self.corpus.fingerprint(),
+        }
+
+
 def train(
-    plan: Plan, steps: int | None = None, on_step: OnStep | None = None, on_start: Callable[[], None] | None = None
+    plan: Plan,
+    steps: int | None = None,
+    on_step: OnStep | None = None,
+    on_start: Callable[[], None] | None = None,
+    options: Options | None = None,
 ) -> list[StepReport]:
     """Train, and return what each step reported (on the reporting process; elsewhere nothing).
 
     Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
     run a torch operation. `on_start` is called once nothing more can be wrong with the input. Raises
-    WorldMismatchError or DataError before any rank starts, and RankFailed after.
+    WorldMismatchError, DataError or CheckpointError before any rank starts, and RankFailed after.
     """
-    settings = plan.train or TrainSettings()
     place = launched()
     _check_world(plan, place)
-    corpus = _read_data(plan, settings)
+    run = _prepare(plan, steps, options or Options())
     if on_start is not None:
         on_start()
-    work = plan, settings, corpus, settings.steps if steps is None else steps
-    if place is None:
-        for name in LATE_IMPORTS:
-            importlib.import_module(name)
-        return launch(plan.layout.world_size, _run_rank, work, on_word=on_step)[0]
+    with _recorded(run, on_step) as told:
+        if place is None:
+            for name in LATE_IMPORTS:
+                importlib.import_module(name)
+            return launch(plan.layout.world_size, _run_rank, (run,), on_word=told)[0]
+        return _join(run, place, told)
+
+
+def _join(run: Run, place: tuple[int, int], told: OnStep) -> list[StepReport]:
+    """As one of a launcher's ranks."""
     rank, world_size = place
     try:
-        return _run_rank(rank, world_size, None, *work, on_step)
+        return _run_rank(rank, world_size, None, run, told)
     except BrokenPipeError:  # of rank 0's output
         raise
     except Exception as error:
-        if isinstance(error, CommError):  # another rank has failed, most likely
+        failed = RankFailed(rank, failure_of(error))
+        if isinstance(error, CommError) or failed.rank != rank:  # another rank has failed, most likely
             time.sleep(SECOND_S)
-        raise RankFailed(rank, failure_of(error)) from error
+        raise failed from error
+
+
+# ---------------------------------------------------------------------------------------------------------- beforehand
 
 
 def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:
@@ -106,50 +165,132 @@ def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:
         )
 
 
-def _read_data(plan: Plan, settings: TrainSettings) -> Corpus:
-    """Everything about the data that can be wrong is found before a rank starts."""
-    if plan.job.model.vocab < BYTES:
-        raise DataError(f"vocabulary of {plan.job.model.vocab}: byte-level text takes {BYTES}")
-    return read_corpus(settings.data, plan.job.seq_len, settings.seed, plan.job.global_batch)
+def _prepare(plan: Plan, steps: int | None, options: Options) -> Run:
+    """Everything about data and checkpoints that can be wrong is found before a rank starts."""
+    settings = plan.train or TrainSettings()
+    settings = replace(settings, steps=steps or settings.steps, data=options.data or settings.data)
+    job = plan.job
+    corpus = read_corpus(
+        settings.data, job.seq_len, settings.seed, job.global_batch, vocab=job.model.vocab, tokenizer=options.tokenizer
+    )
+    run = Run(plan, settings, options, corpus)
+    if options.save is None and options.resume is None:
+        return run
+    from shardwise.train import checkpoint  # half a second: once here, not once in every forked rank
+
+    if options.resume is not None:
+        run = replace(run, resume=checkpoint.find_checkpoint(options.resume, run.identity()))
+        if run.start >= settings.steps:
+            fault = f"{options.resume}: {run.start:,} steps are done; this run ends at {settings.steps:,}: take --steps"
+            raise checkpoint.CheckpointError([fault])
+    if options.save is not None:
+        checkpoint.open_folder(options.save, run.start)
+    return run
+
+
+@contextmanager
+def _recorded(run: Run, on_step: OnStep | None) -> Iterator[OnStep]:
+    """Tells `on_step` and appends to the metrics file, where there is one, on the reporting process."""
+    path = run.options.metrics_file
+    with nullcontext() if path is None or not is_reporter() else path.open("a", encoding="utf-8") as file:
+
+        def told(of: StepReport) -> None:
+            if file is not None:
+                file.write(json.dumps(asdict(of)) + "\n")
+                file.flush()
+            if on_step is not None:
+                on_step(of)
+
+        yield told
+
+
+# ------------------------------------------------------------------------------------------------------------ one rank
 
 
 def _run_rank(
-    rank: int,
-    world_size: int,
-    rendezvous: str | None,
-    plan: Plan,
-    settings: TrainSettings,
-    corpus: Corpus,
-    steps: int,
-    on_step: OnStep | None = None,
+    rank: int, world_size: int, rendezvous: str | None, run: Run, on_step: OnStep | None = None
 ) -> list[StepReport]:
     """One rank from its start to its end."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size(world_size)))
     labels = Labels()
     comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
-    optimizer = OptimizerSettings.of(settings)
-    built = build_rank(plan.job, plan.layout, comm, labels, seed=settings.seed, settings=optimizer)
-    reports = _steps(built, corpus, steps, on_step if rank == 0 else None)
+    among = _all_ranks(run)
+    optimizer = OptimizerSettings.of(run.settings)
+    seed = run.settings.seed if run.resume is None else None  # all weights come from the checkpoint
+    built = build_rank(run.plan.job, run.plan.layout, comm, labels, seed=seed, settings=optimizer)
+    saver = _restore(built, run, among) if among is not None else None
+    with _profiled(run.options.profile, rank) as advance:
+        reports = _steps(built, run, saver, on_step if rank == 0 else None, advance)
     close_world()  # not after a failure: peers would fail of it, and be heard before the cause
     return reports if rank == 0 else []
 
 
-def _steps(rank: Rank, corpus: Corpus, steps: int, on_step: OnStep | None) -> list[StepReport]:
+def _all_ranks(run: Run) -> Any:
+    """The checkpoints' own group, where there are any: before any other group is made."""
+    if run.options.save is None and run.resume is None:
+        return None
+    from shardwise.train.checkpoint import AllRanks
+
+    return AllRanks.make(TIMEOUT_S)
+
+
+def _restore(rank: Rank, run: Run, among: Any) -> Saver | None:
+    """Go on from the checkpoint, and make ready to save."""
+    from shardwise.train.checkpoint import About, Saver, load
+
+    if run.resume is not None:
+        load(rank, run.resume, among)
+    if run.options.save is None:
+        return None
+    return Saver(rank, run.options.save, About(run.identity(), asdict(run.settings)), among, run.options.keep)
+
+
+def _steps(
+    rank: Rank, run: Run, saver: Saver | None, on_step: OnStep | None, advance: Callable[[], None]
+) -> list[StepReport]:
     reports: list[StepReport] = []
-    for step in range(steps):
+    steps, every = run.settings.steps, run.options.save_every
+    for step in range(run.start, steps):
         started = time.perf_counter()
         try:
-            result = train_step(rank, *_micro_batches(rank, corpus, step))
+            learning_rate = _set_learning_rate(rank, run, step)
+            result = train_step(rank, *_micro_batches(rank, run.corpus, step))
             loss, norm = float(result.loss), float(result.norm)
             _require_finite(loss, norm)
+            _save(saver, step + 1, (step + 1) % every == 0 or step + 1 == steps)
         except BaseException as error:
             _name_step(error, step)
             raise
-        seconds = time.perf_counter() - started
-        reports.append(StepReport(step + 1, steps, loss, norm, rank.job.tokens, seconds))
+        advance()
+        seconds, tokens = time.perf_counter() - started, rank.job.tokens
+        reports.append(
+            StepReport(
+                *(step + 1, steps, loss, norm, tokens, seconds, learning_rate),
+                memory_bytes=_peak_memory_bytes(rank.device),
+                mfu=_mfu(rank.job, rank.layout, seconds),
+                saved=None if saver is None else saver.news(),
+            )
+        )
         if on_step is not None:
             on_step(reports[-1])
+    if saver is not None:
+        saver.finish()
     return reports
+
+
+def _save(saver: Saver | None, steps: int, due: bool) -> None:
+    """Hear of a save that has failed; start one when it is due. Both are the same on every rank, or soon."""
+    if saver is not None:
+        saver.check()
+        if due:
+            saver.start(steps)
+
+
+def _set_learning_rate(rank: Rank, run: Run, step: int) -> float:
+    value = run.settings.learning_rate * run.options.schedule.factor(step, run.settings.steps)
+    for group in rank.optimizer._adamw.param_groups:
+        group["lr"] = value
+    return value
 
 
 def _require_finite(loss: float, norm: float) -> None:
@@ -158,8 +299,41 @@ def _require_finite(loss: float, norm: float) -> None:
 
 
 def _name_step(error: Any, step: int) -> None:
-    """The launcher reports the step of the rank that failed first."""
-    error.step = step + 1
+    """The launcher reports the step of the rank that failed first; a failed save has its own."""
+    if getattr(error, "step", None) is None:
+        error.step = step + 1
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """The device's, of this rank; on a CPU its process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _mfu(job: Job, layout: Layout, seconds: float) -> float | None:
+    """Model FLOPs over those of the peak; a CPU's peak is no published figure."""
+    device = job.cluster.device
+    peak = 0.0 if device.name == "cpu" else device.peak_flops.get(job.precision.product_dtype, 0.0)
+    done = flops_per_token(job.model, job.seq_len) * job.tokens
+    return done / (seconds * layout.world_size * peak) if peak else None
+
+
+@contextmanager
+def _profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
+    """Write `rank-N.json`, a Chrome trace of a few steps; the value is to be called after each step."""
+    if folder is None:
+        yield lambda: None
+        return
+    from torch.profiler import profile, schedule
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = schedule(wait=0, warmup=1, active=PROFILED, repeat=1)
+    with profile(
+        schedule=plan, on_trace_ready=lambda of: of.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+    ) as running:
+        yield running.step
 
 
 def _micro_batches(rank: Rank, corpus: Corpus, step: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,0 +1,94 @@
+"""What a run is asked beside its plan: where to save, what to go on from, how the learning rate moves."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+DECAYS: Final = ("constant", "linear", "cosine")
+SAVE_EVERY: Final = 100
+KEEP: Final = 2
+
+MANIFEST: Final = "shardwise.json"
+_NAME: Final = re.compile(r"step-(\d{9,})")
+
+
+class OptionError(ValueError):
+    """Options that no run can have; `faults` says all that is wrong."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by step: what has a step's name and a manifest."""
+    found = [p.parent for p in folder.glob(f"step-*/{MANIFEST}") if _NAME.fullmatch(p.parent.name)]
+    return sorted(found, key=step_of)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint of the latest step in a folder, if there is any."""
+    return max(checkpoints(folder), key=step_of, default=None)
+
+
+def checkpoint_name(step: int) -> str:
+    """Of the folder."""
+    return f"step-{step:09d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate's factor: up linearly over `warmup` steps, then down to `floor` at the last step.
+
+    "cosine" as of Loshchilov and Hutter 2017 (SGDR), equation 5 with one period; "constant" stays at 1.
+    """
+
+    warmup: int = 0
+    decay: str = "constant"
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise OptionError([f"--decay: found {self.decay!r}; wanted one of {', '.join(DECAYS)}"])
+
+    def factor(self, step: int, steps: int) -> float:
+        """Of step 0 .. steps - 1: a function of the step alone, so a run goes on as if it had never stopped."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, steps - 1 - self.warmup)
+        down = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[self.decay]
+        return 1 - (1 - self.floor) * down
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one run. `data` replaces the plan's; `tokenizer` is a tokenizers file, None for bytes.
+
+    `save` is the folder of checkpoints, one every `save_every` steps and one at the end, of which the last `keep` stay;
+    `resume` a checkpoint or a folder of them. `metrics` is a JSONL file, by default in `save`; `profile` a folder for a
+    Chrome trace of each rank.
+    """
+
+    data: str | None = None
+    tokenizer: Path | None = None
+    save: Path | None = None
+    save_every: int = SAVE_EVERY
+    keep: int = KEEP
+    resume: Path | None = None
+    metrics: Path | None = None
+    profile: Path | None = None
+    schedule: Schedule = Schedule()
+
+    @property
+    def metrics_file(self) -> Path | None:
+        """Where the metrics go, if anywhere."""
+        return self.metrics or (self.save and self.save / "metrics.jsonl")

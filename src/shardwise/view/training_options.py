@@ -1,0 +1,37 @@
+"""The options of `train` beside those that it shares with other commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DataFile = Annotated[
+    str | None, typer.Option("--data", metavar="FILE", help='A text, or a .jsonl with a "text" a line; or the plan\'s.')
+]
+TokenizerFile = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json; by default a byte is a token.")
+]
+Save = Annotated[Path | None, typer.Option("--save", metavar="FOLDER", help="Write checkpoints here.")]
+SaveEvery = Annotated[
+    int, typer.Option("--save-every", metavar="N", min=1, max=1 << 31, help="Steps between checkpoints.")
+]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", min=1, max=10_000, help="Checkpoints that stay, the last.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="FOLDER", help="Go on from this checkpoint, or the last of those in it."),
+]
+Metrics = Annotated[
+    Path | None, typer.Option("--metrics", metavar="FILE", help="A JSON line a step; by default in --save.")
+]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", metavar="FOLDER", help="Write a Chrome trace of each rank's first steps.")
+]
+Warmup = Annotated[
+    int, typer.Option("--warmup", metavar="N", min=0, max=1 << 31, help="Steps over which the learning rate rises.")
+]
+Decay = Annotated[str, typer.Option("--decay", metavar="NAME", help="Then: constant, linear or cosine.")]
+Floor = Annotated[
+    float, typer.Option("--floor", metavar="X", min=0, max=1, help="Where it ends, as a share of its highest.")
+]
