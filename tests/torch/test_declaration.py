@@ -12,15 +12,23 @@ from shardwise.collective import Labels
 from shardwise.model.spec import Cut, Model, TensorDesc
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
-from shardwise.train import ops
+from shardwise.train import attention, ends, ops
 from shardwise.train.comm import Comm
 from shardwise.train.rank import Rank, build_rank
 from shardwise.train.threads import run_threads
+from tests.support import families
 from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
 SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 Saved = list[tuple[int, int]]
+
+OPERATIONS = {
+    ops: ("norm", "norm_after", "norm_inside", "column_linear", "row_linear", "gated", "activation"),
+    attention: ("attention",),
+    ends: ("embed", "positions", "cross_entropy"),
+}
+"""Each call of one of these is one op of a block."""
 
 
 def declared(model: Model, kind: str, cut: Cut) -> list[Saved]:
@@ -56,8 +64,9 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 
         return wrapped
 
-    for name in ("rms_norm", "column_linear", "row_linear", "attention", "swiglu", "embed", "cross_entropy"):
-        monkeypatch.setattr(ops, name, noting(getattr(ops, name)))
+    for module, names in OPERATIONS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, noting(getattr(module, name)))
     return trace
 
 
@@ -76,10 +85,10 @@ def executed(rank: Rank, unit: str, trace: Trace) -> list[Saved]:
         match module.unit.block.kind:
             case "embedding":
                 module.embedding(ids)
-            case "layer":
-                module.layer(x)
-            case _:
+            case "head":
                 module.head(x, ids, torch.ones((), dtype=rank.wide))
+            case _:
+                module.layer(x)
     starts = [0, *trace.counts]
     return [trace.saved[a:b] for a, b in zip(starts, trace.counts, strict=False)]
 
@@ -98,6 +107,28 @@ def test_every_op_saves_what_it_declares(text: str, precision: str, trace: Trace
         for unit, saves in found.items():
             kind = "layer" if unit.startswith("layers") else unit
             assert saves == declared(work.model, kind, work.cut(layout)), f"{unit}: saved tensors differ"
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("text", ["mb=2", "tp=2 sp=0 mb=2", "tp=4 mb=1"])
+@pytest.mark.parametrize("name", families.named())
+def test_every_op_of_every_family_saves_what_it_declares(name: str, text: str, precision: str, trace: Trace) -> None:
+    """Op by op, of a unit of every kind."""
+    layout: Layout = parse(text)
+    work = families.job_of(families.CONFIGS[name], layout, precision)
+    model = work.model
+    units = {u.block.kind: u.name for u in model.units()}
+    assert set(units) == set(model.kinds)
+
+    def rank(comm: Comm) -> dict[str, list[Saved]]:
+        built = build_rank(work, layout, comm, Labels())
+        return {kind: executed(built, unit, trace) for kind, unit in units.items()}
+
+    for found in run_threads(layout.world_size, rank):
+        for kind, saves in found.items():
+            wanted = declared(model, kind, work.cut(layout))
+            names = [op.name for op in model.block(kind).ops]
+            assert dict(zip(names, saves, strict=True)) == dict(zip(names, wanted, strict=True)), f"{kind} differs"
 
 
 def test_saved_activations_fall_with_one_over_tp() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from shardwise.account.columns import by_recompute, distinct, spread, where
 from shardwise.account.units import UnitMemory, most, unit_memory
 from shardwise.mesh import communicators
+from shardwise.model.families.forms import form_of
 from shardwise.model.spec import EMBEDDING, HEAD, Count, Cut, Model, Unit
 from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
@@ -159,7 +160,8 @@ class Columns:
         parts = {name: self.spread(value) for name, value in parts.items()}
         heads = kinds.count(HEAD)
         ends = kinds.count(EMBEDDING) + heads
-        tables = self.job.seq_len * self.job.model.head_dim * c
+        rotations = 1 + (form_of(self.job.model).local_theta is not None)
+        tables = self.job.seq_len * self.job.model.head_dim * rotations * c
         # Scalars as well: the scale of the loss; where the head is, each micro-batch's loss and the gradient of one.
         scalars = wide * (1 + heads * (self.micro_batches + 1))
         parts["tokens and tables"] = ends * self.data + tables + scalars

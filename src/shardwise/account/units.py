@@ -201,11 +201,11 @@ def _make_gradients(op: Op, tensors: _Tensors, grads: dict[str, str]) -> set[str
 
 
 def _queue_entry(op: Op, tensors: _Tensors, grads: dict[str, str]) -> set[str]:
-    """What a queued weight gradient holds: a product its input and its outputs' gradients, a norm the result."""
+    """What a queued weight gradient holds: a product its input and its outputs' gradients, a norm the results."""
     if op.kind not in PRODUCTS:
         name = f"{op.name}.dw"
-        dims = max((p.dims for p in op.parameters), key=len)
-        tensors.sizes[name] = tensors.cut.bytes(tensors.model, TensorDesc("dw", dims, "accumulate"))
+        made = (TensorDesc("dw", p.dims, "accumulate") for p in op.parameters)
+        tensors.sizes[name] = sum(tensors.cut.bytes(tensors.model, d) for d in made)
         return {name}
     return tensors.saved_by(op) | {grads[d.name] for d in op.outputs if d.name in grads}
 

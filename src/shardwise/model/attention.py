@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.model.blocks import A, Body, column, inner_norm, moment, replicated, row, tensor, weight
-from shardwise.model.spec import Op, Parameter
+from shardwise.model.blocks import RMS, A, Body, Norm, column, inner_norm, moment, replicated, row, tensor, weight
+from shardwise.model.spec import Op, Parameter, TensorDesc
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """What a family's attention has beside its sizes.
 
-    `qkv_bias`, `out_bias`: of the products; `qk_norm`: "head" (one weight for every head) or "full" (over all heads);
+    `qkv_bias`, `out_bias`: of the products; `qk_norm`: "head" (one weight for every head) or "full" (over all heads),
+    of the kind `qk_style`;
     `sinks`: one learned logit a head; `window`: keys that a query sees at most; `rotary`: q and k are rotated in place.
-    A soft cap on the scores lives inside the kernel and changes no tensor.
+    `capped`: a soft cap on the scores, inside the kernel.
     """
 
     qkv_bias: bool = False
@@ -23,6 +24,8 @@ class Attention:
     sinks: bool = False
     window: int | None = None
     rotary: bool = True
+    capped: bool = False
+    qk_style: Norm = RMS
 
 
 def attention(spec: Attention) -> Body:
@@ -33,7 +36,7 @@ def attention(spec: Attention) -> Body:
             p for n, d in (("q", "qh"), ("k", "kh"), ("v", "kh")) for p in weight(f"attention.{n}", d, spec.qkv_bias)
         )
         outputs = (tensor("q", "Tq"), tensor("k", "Tk"), tensor("v", "Tk"))
-        norms = _qk_norms(spec.qk_norm)
+        norms = _qk_norms(spec.qk_norm, spec.qk_style)
         q, k = (op.outputs[0].name for op in norms) if norms else ("q", "k")
         return (
             column("attention.qkv", tensor(source, "th"), outputs, qkv),
@@ -48,6 +51,7 @@ def attention(spec: Attention) -> Body:
 def core(inputs: tuple[str, str, str], output: str, spec: Attention) -> Op:
     """Rotation and causal attention; saves q, k, v as rotated, the output and its log-sum-exp."""
     half = (moment(tensor("half", "Tr"), outputs=False),) if spec.rotary else ()
+    forward, backward = BLOCKED if spec.window is not None or spec.capped else ((), ())
     return Op(
         name="attention.core",
         kind="attention",
@@ -57,12 +61,26 @@ def core(inputs: tuple[str, str, str], output: str, spec: Attention) -> Op:
         saves=(*inputs, "o"),
         keeps=(tensor("lse", "Ta", A),),
         window=spec.window,
-        scratch_f=half,
-        scratch_b=(moment(tensor("half", "Tr")),) if spec.rotary else (),
+        scratch_f=(*half, *forward),
+        scratch_b=(*((moment(tensor("half", "Tr")),) if spec.rotary else ()), *backward),
     )
 
 
-def _qk_norms(form: str) -> tuple[Op, ...]:
+def _wide(*names: str) -> tuple[TensorDesc, ...]:
+    """Tensors as large as q, or as k where the name begins with k or v."""
+    return tuple(tensor(name, "Tk" if name[0] in "kv" else "Tq", A) for name in names)
+
+
+BLOCKED = (
+    (moment(*_wide("q", "k", "v", "scores"), tensor("lse", "Ta", A), outputs=False), moment(*_wide("q"))),
+    (moment(*_wide("q", "g", "dq", "k", "v", "kd", "vd", "p", "ds"), tensor("delta", "Ta", A), outputs=False),),
+)
+"""Working memory of a kernel over blocks of head-dim queries, in forward and backward: wide copies by heads, and scores
+of a block, which take as many elements as q (its mask, a byte a score of one head, is left out). Attention with a
+window or a cap runs so; else torch's kernel has none."""
+
+
+def _qk_norms(form: str, style: Norm) -> tuple[Op, ...]:
     """Norms of q and k ahead of the rotation. Over all heads, tensor-parallel ranks must sum their squares."""
     if not form:
         return ()
@@ -71,7 +89,8 @@ def _qk_norms(form: str) -> tuple[Op, ...]:
         whole = {"q": "q", "k": "k"}[name]
         parameter = Parameter(f"attention.{name}_norm.weight", "H" if form == "head" else whole, form == "head")
         rstd = f"T{heads}" if form == "head" else "T1"
-        found.append(inner_norm(f"attention.{name}_norm", name, tensor(f"{name}n", f"T{whole}"), parameter, rstd))
+        normed = tensor(f"{name}n", f"T{whole}")
+        found.append(inner_norm(f"attention.{name}_norm", name, normed, parameter, rstd, style))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ runtime of ours runs yet follows the same conventions: autograd functions with a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.model.spec import EMBEDDING, HEAD, MTP, Block, Op, Parameter, Role, Scratch, TensorDesc
 
@@ -23,12 +23,14 @@ class Norm:
     """How a family normalises. `centred`: LayerNorm, which keeps the mean too; `parameters`: of "weight", "bias".
 
     `before` and `after` say where a sublayer is normalised: its input, its output (ahead of the addition), or both.
+    `offset`: it multiplies by 1 + weight.
     """
 
     centred: bool = False
     parameters: tuple[str, ...] = ("weight",)
     before: bool = True
     after: bool = False
+    offset: bool = False
 
 
 RMS = Norm()
@@ -54,8 +56,9 @@ def norm_after(name: str, source: str, residual: str, output: str, style: Norm) 
     return _norm(name, (source, residual), (tensor(output, "th"),), residual, style)
 
 
-def inner_norm(name: str, source: str, output: TensorDesc, weight: Parameter, rstd: str) -> Op:
+def inner_norm(name: str, source: str, output: TensorDesc, weight: Parameter, rstd: str, style: Norm = RMS) -> Op:
     """RMS norm inside a sublayer, over the dims of `weight`; `rstd` are the dims of what is kept beside the input."""
+    rows = _rows(weight.dims, rstd, style)
     return Op(
         name=name,
         kind="norm",
@@ -65,12 +68,26 @@ def inner_norm(name: str, source: str, output: TensorDesc, weight: Parameter, rs
         saves=(source,),
         keeps=(tensor("rstd", rstd, A),),
         scratch_f=(moment(tensor("y", output.dims, A, "cast")),),
-        scratch_b=(moment(tensor("normed", output.dims, A), tensor("g", output.dims, A), outputs=False),),
+        scratch_b=(
+            moment(tensor("normed", output.dims, A), tensor("g", output.dims, A), *rows, outputs=False),
+            moment(tensor("g", output.dims, A, "cast"), *rows),
+        ),
+    )
+
+
+def _rows(weight: str, mean: str, style: Norm) -> tuple[TensorDesc, ...]:
+    """Vectors of a norm's backward: what it multiplies by, the weight's gradient, and sums over its features."""
+    if not style.parameters:
+        return (tensor("mean", mean, A),)
+    return (
+        tensor("weight", weight, A, "" if style.offset else "cast"),
+        tensor("dw", weight, A),
+        tensor("mean", mean, A),
     )
 
 
 def _norm(name: str, inputs: tuple[str, ...], outputs: tuple[TensorDesc, ...], residual: str | None, style: Norm) -> Op:
-    rows = (tensor("weight", "h", A, "cast"), tensor("dw", "h", A), tensor("mean", "t", A))
+    rows = _rows("h", "t", style)
     return Op(
         name=name,
         kind="norm",
@@ -156,17 +173,22 @@ def weight(name: str, dims: str, bias: bool = False) -> tuple[Parameter, ...]:
 def sublayer(index: int, name: str, stream: tuple[str, str], body: Body, style: Norm) -> tuple[Op, ...]:
     """Ops from one value of the stream to the next, with the norms where the family has them."""
     source, output = stream
-    inner, residual, ops = source, source, ()
-    if style.before:
-        inner, residual = f"n{index}", f"r{index}"
+    residual = f"r{index}"
+    if not style.before:
+        first, *rest = body(source, None, f"z{index}")
+        ops = (_handing(first, residual), *rest)
+    else:
+        inner = f"n{index}"
         ops = (norm(f"{name}_norm", source, inner, residual, style),)
-    if not style.after:
-        return (*ops, *body(inner, residual, output))
-    return (
-        *ops,
-        *body(inner, None, f"z{index}"),
-        norm_after(f"{name}_post_norm", f"z{index}", residual, output, style),
-    )
+        if not style.after:
+            return (*ops, *body(inner, residual, output))
+        ops = (*ops, *body(inner, None, f"z{index}"))
+    return (*ops, norm_after(f"{name}_post_norm", f"z{index}", residual, output, style))
+
+
+def _handing(op: Op, residual: str) -> Op:
+    """A product that hands its input on as the residual, as a norm does where there is one ahead of it."""
+    return replace(op, outputs=(*op.outputs, tensor(residual, "th")), residual=residual)
 
 
 def layer(kind: str, attention: Body, feed_forward: Body, style: Norm = RMS) -> Block:
@@ -222,6 +244,10 @@ def embedding(positions: bool = False, style: Norm | None = None) -> Block:
             outputs=(tensor("xp", "th"),),
             parameters=(Parameter("positions.weight", "Ph"),),
             residual="x",
+            scratch_f=(moment(tensor("row", "t", I)),),
+            scratch_w=(
+                moment(tensor("dy", "th", A), tensor("row", "t", I), tensor("at", "t", I), tensor("shard", "t", I)),
+            ),
         )
         ops = (*ops, added)
     if style:
@@ -229,11 +255,11 @@ def embedding(positions: bool = False, style: Norm | None = None) -> Block:
     return Block(EMBEDDING, (tensor("ids", "T", I),), ops)
 
 
-def prediction(source: str, style: Norm = RMS, carried: str | None = None) -> tuple[Op, ...]:
+def prediction(source: str, style: Norm = RMS, carried: str | None = None, capped: bool = False) -> tuple[Op, ...]:
     """Final norm, output product, vocabulary-parallel cross-entropy, which leaves its gradient in the logits' place.
 
-    A soft cap is applied in place, inside the loss. `carried` names the stream that a unit before the head hands on
-    beside its own loss.
+    A soft cap is applied in place, inside the loss; its slope is made a piece of the vocabulary at a time. `carried`
+    names the stream that a unit before the head hands on beside its own loss.
     """
     names = ("top", "picked", "total", "weight", "negative")
     rows = (
@@ -249,7 +275,7 @@ def prediction(source: str, style: Norm = RMS, carried: str | None = None) -> tu
         outputs=(tensor("carried", "th"),) if carried else (tensor("loss", "1", A),),
         saves=("logits",),
         residual=carried,
-        scratch_f=(moment(tensor("z", "Tv", A, "cast"), *rows),),
+        scratch_f=(moment(tensor("z", "Tv", A, "cast"), *rows, *((tensor("piece", "TH", A),) if capped else ())),),
     )
     return (
         norm("norm", source, "n", None, style),
@@ -258,9 +284,10 @@ def prediction(source: str, style: Norm = RMS, carried: str | None = None) -> tu
     )
 
 
-def head(tied: bool, style: Norm = RMS) -> Block:
+def head(tied: bool, style: Norm = RMS, capped: bool = False) -> Block:
     """The last unit. Its parameters' norm is of the family's kind, always ahead of the product."""
-    return Block(HEAD, (tensor("x", "th"),), prediction("x", style), tied=("output.weight",) if tied else ())
+    ops = prediction("x", style, capped=capped)
+    return Block(HEAD, (tensor("x", "th"),), ops, tied=("output.weight",) if tied else ())
 
 
 def further_prediction(ops: tuple[Op, ...], style: Norm = RMS) -> Block:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardwise import schedule as schedules
+from shardwise.model.families.forms import planned_only
 from shardwise.plan.batch import Bools, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
@@ -11,9 +13,9 @@ from shardwise.plan.rules import Explained, Rule, divisors_near, findings
 from shardwise.plan.stack import SHARDWISE
 from shardwise.results import Finding
 
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "gemma2", "gemma3_text", "gpt2")
 PRECISIONS = ("bf16", "fp32", "fp64")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v")
 RECOMPUTE = ("none", "full")
 
 
@@ -46,6 +48,21 @@ def _schedule_broken(batch: LayoutBatch, job: Job) -> Bools:
     return np.isin(batch.schedule, foreign)
 
 
+def _copies_broken(batch: LayoutBatch, job: Job) -> Bools:
+    """Of an odd number the two ranks that hold a stage end its gradients in different orders."""
+    twice = [i for i, name in enumerate(batch.names) if schedules.copies(name) > 1]
+    micro_batches = job.global_batch // np.maximum(1, batch.dp * batch.mb)
+    return np.isin(batch.schedule, twice) & (micro_batches % 2 != 0)
+
+
+def _copies(layout: Layout, job: Job) -> Explained:
+    said = f"schedule={layout.schedule} with an odd number of micro-batches, {job.micro_batches(layout):,}"
+    return (
+        f"{said}, is planned only",
+        "use another mb or batch, so that both copies of the weights take as many, or another schedule",
+    )
+
+
 def _recompute_broken(batch: LayoutBatch, job: Job) -> Bools:
     del job
     return np.isin(batch.recompute, [i for i, way in enumerate(batch.recomputes) if way not in RECOMPUTE])
@@ -53,6 +70,21 @@ def _recompute_broken(batch: LayoutBatch, job: Job) -> Bools:
 
 RUNS: tuple[Rule, ...] = (
     Rule("runs-model", f"the model is of the family {' or '.join(FAMILIES)}", _model_broken, _model),
+    Rule(
+        "runs-form",
+        "the config asks for no rotation or clipping that our forwards leave out",
+        lambda b, j: _all(b, bool(planned_only(j.model))),
+        lambda _, j: ("planned only: " + "; ".join(planned_only(j.model)), "use a model without it"),
+    ),
+    Rule(
+        "runs-positions",
+        "a sequence is no longer than the learned positions",
+        lambda b, j: _all(b, j.seq_len > j.model.sizes.get("P", j.seq_len)),
+        lambda _, j: (
+            f"sequences of {j.seq_len:,} tokens, and {j.model.name} has {j.model.sizes['P']:,} learned positions",
+            f"use seq_len={j.model.sizes['P']}",
+        ),
+    ),
     Rule("runs-stack", "the stack is our own", lambda b, j: _all(b, j.stack.name != SHARDWISE.name), _stack),
     Rule(
         "runs-precision",
@@ -72,6 +104,7 @@ RUNS: tuple[Rule, ...] = (
         _schedule_broken,
         lambda x, _: (f"schedule={x.schedule} is planned only", f"use one of {', '.join(SCHEDULES)}"),
     ),
+    Rule("runs-copies", "copies of the weights take equally many micro-batches", _copies_broken, _copies),
     Rule(
         "runs-recompute",
         "nothing or whole layers are recomputed",

@@ -124,6 +124,13 @@ def _lives_elsewhere(unit: Unit, parameter: Parameter, shared: bool) -> bool:
     return shared or (unit.name != HEAD and parameter.name != TIED)
 
 
+def _place(p: Parameter) -> tuple[bool, bool, bool]:
+    """1-D parameters first; among either, those whose gradient is partial over tp: always, then under sequence
+    parallelism. They are a prefix as long as no unit has 1-D ones that are cut beside 2-D ones that are not.
+    """
+    return len(p.dims) > 1, not p.partial, p.tp_dim is not None or p.expert
+
+
 class State(NamedTuple):
     """Into how many parts ZeRO cuts the state of dense parameters and of routed experts."""
 
@@ -142,7 +149,7 @@ def storages(model: Model, unit: Unit, cut: Cut, state: State, shared: bool) -> 
         shards = state.edp if expert else state.shards
         records: list[Record] = []
         offset: Count = 0
-        for p in sorted(unit.block.parameters, key=lambda p: len(p.dims) > 1):
+        for p in sorted(unit.block.parameters, key=_place):
             if p.expert is not expert or _lives_elsewhere(unit, p, shared):
                 continue
             name = logical_name(model, unit, p)

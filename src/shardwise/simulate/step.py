@@ -180,13 +180,18 @@ def step_time(job: Job, layout: Layout, prices: Prices | None = None) -> StepTim
     spans = _spans(chain.name, chain.pp, m, tuple(durations.items()), tuple(delays.items()))
     busy_s = sum(parts.values())
     # In this order by nature; a span that was continued by its period may be off by its tolerance.
-    free_s = spans.free_s if spans.free_s > busy_s * (1 + 1e-9) else busy_s
+    free_s = _at_least(busy_s, spans.free_s)
     parts[BUBBLE] = free_s - busy_s
-    parts[TRANSFER] = max(free_s, spans.walked.span_s) - free_s
+    parts[TRANSFER] = _at_least(free_s, spans.walked.span_s) - free_s
     tails = [{c: _number(x) for c, x in _tail(prices, share, place).items()} for place, share in enumerate(chain.ranks)]
     for cause, seconds in max(tails, key=lambda tail: sum(tail.values())).items():
         parts[cause] = parts.get(cause, 0.0) + seconds
     return _result(job, {cause: parts[cause] for cause in CAUSES}, m, spans.walked.walked)
+
+
+def _at_least(least_s: float, seconds: float) -> float:
+    """The larger; what only rounding makes larger is none."""
+    return seconds if seconds > least_s * (1 + 1e-9) else least_s
 
 
 def _busiest(chain: Chain, stages: list[dict[str, list[float]]], m: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from shardwise.model.families.forms import form_of
 from shardwise.model.spec import Model
 from shardwise.plan.shards import Record
 
@@ -15,13 +16,15 @@ CHUNK_ROWS = 256
 
 
 def initial_values(model: Model, record: Record, tp: int, tp_index: int, seed: int) -> torch.Tensor:
-    """This rank's part [record.shape] of a parameter, in float64: ones for norms, else normal.
+    """This rank's part [record.shape] of a parameter, in float64: norms begin as the identity, biases as zero, all
+    else is normal.
 
     The deviation is 0.02, that of products into the residual stream 0.02 / sqrt(2 layers) (GPT-2, Radford et al.
     2019, section 2.3).
     """
     if len(record.shape) == 1:
-        return torch.ones(record.shape, dtype=torch.float64)
+        zero = record.name.endswith(".bias") or form_of(model).norm_offset
+        return torch.full(record.shape, 0.0 if zero else 1.0, dtype=torch.float64)
     rows, columns = record.shape
     into_stream = record.name.endswith(("attention.out.weight", "mlp.down.weight"))
     deviation = 0.02 / math.sqrt(2 * model.layers) if into_stream else 0.02

@@ -1,4 +1,7 @@
-"""The model, written once: one hand-written forward a block kind. It asks for edges and weights by op name."""
+"""The model, written once: one hand-written forward a block kind. It asks for edges and weights by op name.
+
+Families differ in which ops a block has (`model/families`) and in mathematics that changes no tensor (`Form`).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.model.spec import Model, Unit
+from shardwise.model.families.forms import form_of
+from shardwise.model.spec import Model, Op, Unit
 from shardwise.placement import stream_edges
-from shardwise.train import ops
-from shardwise.train.ops import Place
+from shardwise.train import attention, ends, ops
+from shardwise.train.ops import Affine, NormForm, Place
 from shardwise.train.weights import Slot, WeightQueue
 from shardwise.train.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the forwards of one rank share. `wide` is the accumulation dtype; `rope` (cos, sin) [s, 1, d / 2]."""
+    """What the forwards of one rank share. `wide` is the accumulation dtype; `rope` as of `rope_tables`."""
 
     model: Model
     world: World
@@ -32,62 +36,129 @@ class UnitModule:
 
     def __init__(self, unit: Unit, slots: dict[str, Slot], context: Context) -> None:
         self.unit, self.slots, self.context = unit, slots, context
+        self.form = form_of(context.model)
         into, out = stream_edges(context.sp)
         self.places = {
             op.name: Place(f"{unit.name}.{op.name}" if op.name else unit.name, context.world, context.queue, into, out)
             for op in unit.block.ops
         }
+        self.norms = {op.name: self._norm_form(op) for op in unit.block.ops if op.kind == "norm"}
+        self.scores, self.rope = self._attention_form()
+
+    def _norm_form(self, op: Op) -> NormForm:
+        return NormForm(
+            eps=self.context.model.norm_eps,
+            wide=self.context.wide,
+            centred=any(k.name == "mean" for k in op.keeps),
+            offset=self.form.norm_offset,
+            spread=any(p.tp_dim is not None for p in op.parameters),
+        )
+
+    def _attention_form(self) -> tuple[attention.Scores, attention.Rope | None]:
+        """How this unit's attention scores, and the rotation of its queries and keys."""
+        model, form, (cos, sin) = self.context.model, self.form, self.context.rope
+        window = next((op.window for op in self.unit.block.ops if op.kind == "attention"), None)
+        scores = attention.Scores(cos.shape[1], model.head_dim, form.score_scale, window, form.score_cap)
+        table = 1 if window is not None and form.local_theta is not None else 0
+        return scores, (cos[table], sin[table]) if model.rope_theta else None
+
+    def affine(self, name: str) -> Affine:
+        return Affine(self.slots.get(f"{name}.weight"), self.slots.get(f"{name}.bias"))
 
     def norm(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        context = self.context
-        return ops.rms_norm(x, self.slots[f"{name}.weight"], context.model.norm_eps, context.wide, self.places[name])
+        return ops.norm(x, self.affine(name), self.norms[name], self.places[name])
 
-    def column(self, name: str, x: torch.Tensor, *weights: str) -> tuple[torch.Tensor, ...]:
-        return ops.column_linear(x, tuple(self.slots[f"{w}.weight"] for w in weights), self.places[name])
+    def norm_inside(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return ops.norm_inside(x, self.affine(name), self.norms[name], self.places[name])
+
+    def column(self, name: str, x: torch.Tensor, *weights: str, hand: bool = False) -> tuple[torch.Tensor, ...]:
+        return ops.column_linear(x, tuple(self.affine(w) for w in weights), self.places[name], hand)
+
+    def opened(self, sublayer: str, product: str, x: torch.Tensor, *weights: str) -> tuple[torch.Tensor, ...]:
+        """The sublayer's first products, behind a norm where the family has one there; and the residual."""
+        name = f"{sublayer}_norm"
+        if name not in self.places:
+            return self.column(product, x, *weights, hand=True)
+        normed, residual = self.norm(name, x)
+        return *self.column(product, normed, *weights), residual
+
+    def closed(
+        self, sublayer: str, product: str, inner: list[torch.Tensor], residual: torch.Tensor, dead: bool
+    ) -> torch.Tensor:
+        """The sublayer's last product of `inner` (one tensor, taken out), normed where the family does, plus the
+        residual."""
+        own, place, name = self.affine(product), self.places[product], f"{sublayer}_post_norm"
+        if name not in self.places:
+            return ops.row_linear(inner.pop(), own, residual, place, dead)
+        made = ops.row_linear(inner.pop(), own, None, place)
+        return ops.norm_after(made, residual, self.affine(name), self.norms[name], self.places[name], dead)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> x [t, h]"""
-        return ops.embed(ids, self.slots["weight"], self.places[""])
+        leaves = tuple(self.slots.values())
+        x = ends.embed(ids, self.slots["weight"], self.places[""], leaves, self.form.embedding_scale)
+        if "positions" not in self.places:
+            return x
+        return ends.positions(x, self.slots["positions.weight"], self.scores.seq_len, self.places["positions"])
 
     def layer(self, x: torch.Tensor, dead: bool = False) -> torch.Tensor:
         """x [t, h] -> [t, h]. `dead`: the output itself is not wanted (recomputation)."""
-        context = self.context
-        normed, residual = self.norm("attention_norm", x)
-        q, k, v = self.column("attention.qkv", normed, "attention.q", "attention.k", "attention.v")
-        del normed
-        o = ops.attention(q, k, v, context.rope, context.model.head_dim)
+        return self.mlp(self.attention(x), dead)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, residual = self.opened("attention", "attention.qkv", x, "attention.q", "attention.k", "attention.v")
+        if "attention.q_norm" in self.places:
+            q = self.norm_inside("attention.q_norm", q)
+            k = self.norm_inside("attention.k_norm", k)
+        inner = [attention.attention(q, k, v, self.rope, self.scores)]
         del q, k, v
-        x = ops.row_linear(o, self.slots["attention.out.weight"], residual, self.places["attention.out"])
-        del o, residual
-        normed, residual = self.norm("mlp_norm", x)
-        del x
-        gate, up = self.column("mlp.gate_up", normed, "mlp.gate", "mlp.up")
-        del normed
-        product = ops.swiglu(gate, up)
-        del gate, up
-        return ops.row_linear(product, self.slots["mlp.down.weight"], residual, self.places["mlp.down"], dead)
+        return self.closed("attention", "attention.out", inner, residual, dead=False)
+
+    def mlp(self, x: torch.Tensor, dead: bool) -> torch.Tensor:
+        activation = self.form.activation
+        if "mlp.gate_up" in self.places:
+            gate, up, residual = self.opened("mlp", "mlp.gate_up", x, "mlp.gate", "mlp.up")
+            inner = [ops.gated(gate, up, activation)]
+            del gate, up
+        else:
+            up, residual = self.opened("mlp", "mlp.up", x, "mlp.up")
+            inner = [ops.activation(up, activation)]
+            del up
+        return self.closed("mlp", "mlp.down", inner, residual, dead)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """x [t, h], targets [T] -> this micro-batch's part of the loss."""
         normed, _ = self.norm("norm", x)
         (logits,) = self.column("output", normed, "output")
         del normed
-        return ops.cross_entropy(logits, targets, scale, self.places["loss"])
+        cap = self.form.logit_cap
+        capped = None if cap is None else ends.Cap(cap, self.context.model.head_dim)
+        return ends.cross_entropy(logits, targets, scale, self.places["loss"], capped)
 
 
 def rope_tables(model: Model, seq_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [s, 1, d / 2] of the rotary angles, computed in float64 and rounded once.
+    """(cos, sin) [bases, s, 1, d / 2] of the rotary angles, computed in float64 and rounded once.
 
-    Llama 3.1's scaling stretches long wavelengths by `factor` and blends in between (its published
-    `rope_scaling`: low_freq_factor, high_freq_factor, original_max_position_embeddings).
+    One base, or two where windowed layers turn by another one. Llama 3.1's scaling stretches long wavelengths by
+    `factor` and blends in between (its published `rope_scaling`: low_freq_factor, high_freq_factor,
+    original_max_position_embeddings).
     """
     half = model.head_dim // 2
-    frequency = model.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    if model.rope_scaling:
-        scaling = dict(model.rope_scaling)
-        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling["factor"])
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequency)[:, None]
+    local = form_of(model).local_theta
+    powers = -torch.arange(half, dtype=torch.float64) / half
+    frequencies = [_stretched(model, (model.rope_theta or 1.0) ** powers)]
+    if local is not None:
+        frequencies.append(local**powers)
+    turns = torch.outer(torch.arange(seq_len, dtype=torch.float64), torch.cat(frequencies))
+    angle = turns.view(seq_len, -1, half).transpose(0, 1)[:, :, None].contiguous()
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _stretched(model: Model, frequency: torch.Tensor) -> torch.Tensor:
+    if not model.rope_scaling:
+        return frequency
+    scaling = dict(model.rope_scaling)
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling["factor"])

@@ -41,288 +41,276 @@ class Place:
         return move(x, edge, self.world, TP, self.name, fresh=True)
 
 
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """How a norm computes. `centred`: LayerNorm; `offset`: it multiplies by 1 + weight (Gemma); `spread`: its features
+    are cut over tp, so that ranks sum their squares."""
+
+    eps: float
+    wide: torch.dtype
+    centred: bool = False
+    offset: bool = False
+    spread: bool = False
+
+    def factor(self, slot: Slot) -> torch.Tensor:
+        """What normed values are multiplied by [n], wide."""
+        weight = slot.weight
+        return torch.ones_like(weight, dtype=self.wide).add_(weight) if self.offset else weight.to(self.wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A weight and a bias; a norm may have neither."""
+
+    weight: Slot | None
+    bias: Slot | None = None
+
+
 class _Norm(torch.autograd.Function):
-    """RMS norm (Zhang and Sennrich 2019, eq. 4). Hands its input on: its backward adds the residual's gradient."""
+    """RMS norm (Zhang and Sennrich 2019, eq. 4) or LayerNorm (Ba et al. 2016, eq. 4) of the last dim.
+
+    Without `added` it hands its input on: its backward adds the residual's gradient. `added` is summed to the result,
+    and takes the incoming gradient. `dead`: make the node alone.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slot: Slot, eps: float, wide: torch.dtype, place: Place) -> Any:
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # [t, 1]
-        rstd.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-        y = torch.mul(x, rstd).mul_(slot.weight).to(x.dtype)  # [t, h]
-        ctx.save_for_backward(x, rstd)
-        ctx.slot, ctx.queue, ctx.wide = slot, place.queue, wide
+    def forward(
+        ctx: Any, x: torch.Tensor, added: torch.Tensor | None, own: Affine, form: NormForm, place: Place, dead: bool
+    ) -> Any:
+        n, wide = x.shape[-1], form.wide
+        mean = x.mean(-1, keepdim=True, dtype=wide) if form.centred else None  # [t, 1]
+        y = x if mean is None else torch.sub(x, mean)
+        rstd = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide).square_()  # [t, 1]
+        if form.spread:
+            place.world.all_reduce(rstd, TP, place.name)
+            n *= place.world.size(*TP)
+        rstd.mul_(1 / n).add_(form.eps).rsqrt_()
+        ctx.save_for_backward(x, *(() if mean is None else (mean,)), rstd)
+        ctx.own, ctx.form, ctx.place, ctx.handed = own, form, place, added is None
         ctx.set_materialize_grads(False)
-        return y, x
+        if dead:
+            return x.new_empty(()).expand(x.shape)
+        y = torch.mul(x, rstd) if mean is None else y.mul_(rstd)  # [t, n]
+        if own.weight is not None:
+            y.mul_(form.factor(own.weight) if form.offset else own.weight.weight)
+        if own.bias is not None:
+            y.add_(own.bias.weight)
+        y = y.to(x.dtype)
+        return (y, x) if added is None else y.add_(added)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        gy, residual = gradients  # [t, h]; None where nobody took the residual
-        x, rstd = ctx.saved_tensors
-        slot: Slot = ctx.slot
-        weight = slot.weight.to(ctx.wide)
-        normed = torch.mul(x, rstd)  # [t, h]
+        gy, residual = gradients if ctx.handed else (gradients[0], None)  # [t, n]; None where nobody took the residual
+        form, own, place = ctx.form, ctx.own, ctx.place
+        x, *mean, rstd = ctx.saved_tensors
+        normed = torch.sub(x, mean[0]).mul_(rstd) if form.centred else torch.mul(x, rstd)  # [t, n]
         g = torch.mul(gy, normed)
-        dw = g.sum(0)  # [h]
-        mean = torch.mv(g, weight).mul_(1 / x.shape[-1])  # [t]
-        torch.mul(gy, weight, out=g)
-        g.addcmul_(normed, mean[:, None], value=-1).mul_(rstd)
+        n, weight, dw = g.shape[-1], None, None
+        if own.weight is None:
+            along = g.sum(-1)  # [t]
+            g.copy_(gy)
+        else:
+            weight = form.factor(own.weight)
+            dw = g.sum(0)  # [n]
+            along = torch.mv(g, weight)
+            torch.mul(gy, weight, out=g)
+        if form.spread:
+            place.world.all_reduce(along, TP, place.name)
+            n *= place.world.size(*TP)
+        g.addcmul_(normed, along.mul_(1 / n)[:, None], value=-1)
+        if form.centred:
+            g.sub_(g.mean(-1, keepdim=True))
+        g.mul_(rstd)
         if residual is not None:
             g.add_(residual)
         del normed
-        ctx.queue.put(lambda: slot.add(dw))
-        return g.to(x.dtype), None, None, None, None
+        if own.weight is not None:
+            place.queue.put(lambda: own.weight.add(dw))
+        if own.bias is not None:
+            db = gy.sum(0, dtype=form.wide)
+            place.queue.put(lambda: own.bias.add(db))
+        return g.to(x.dtype), None if ctx.handed else gradients[0], None, None, None, None
 
 
-def rms_norm(
-    x: torch.Tensor, slot: Slot, eps: float, wide: torch.dtype, place: Place
-) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(x: torch.Tensor, own: Affine, form: NormForm, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed [t, h], x): carry the second on as the residual."""
-    return _Norm.apply(x, slot, eps, wide, place)
+    return _Norm.apply(x, None, own, form, place, False)
+
+
+def norm_after(
+    x: torch.Tensor, residual: torch.Tensor, own: Affine, form: NormForm, place: Place, dead: bool = False
+) -> torch.Tensor:
+    """norm(x) + residual, [t, h]. `dead`: make the node alone, when only its backward is wanted."""
+    return _Norm.apply(x, residual, own, form, place, dead)
+
+
+def norm_inside(x: torch.Tensor, own: Affine, form: NormForm, place: Place) -> torch.Tensor:
+    """Norm over every `weight`-sized part of the features: x [T, parts * n] -> the same."""
+    assert own.weight is not None
+    return _Norm.apply(x.view(-1, own.weight.parameter.shape[0]), None, own, form, place, False)[0].view(x.shape)
 
 
 class _Linear(torch.autograd.Function):
     """The one product function: every matrix product of the model, its edges and its weight gradients.
 
     Column form: the input takes stream -> R once for all products; the shard is saved and gathered again for the
-    weight gradients. Row form: the partial product takes P -> stream and the residual is added.
+    weight gradients. `hand`: it is handed on as the residual, whose gradient the backward adds. Row form: the partial
+    product takes P -> stream, bias and residual are added.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        slots: tuple[Slot, ...],
-        row: bool,
-        place: Place,
-        dead: bool,
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, products: tuple[Affine, ...], call: Call
     ) -> Any:
+        place = call.place
         ctx.save_for_backward(x)
-        ctx.slots, ctx.row, ctx.place, ctx.residual = slots, row, place, residual is not None
-        if dead:
-            width = slots[0].parameter.shape[0]
+        ctx.products, ctx.call, ctx.residual = products, call, residual is not None
+        if call.dead:
+            width = _of(products[0].weight).parameter.shape[0]
             rows = x.shape[0] if residual is None else residual.shape[0]
             return x.new_empty(()).expand(rows, width)
-        if not row:
+        if not call.row:
             whole = place.enter(x)  # [T, m]
-            return tuple(torch.mm(whole, s.weight.t()) for s in slots)  # [T, n / tp] each
-        y = place.leave(torch.mm(x, slots[0].weight.t()), place.out)  # [t, n]
+            made = tuple(_product(whole, p) for p in products)  # [T, n / tp] each
+            return (*made, x) if call.hand else made
+        y = place.leave(torch.mm(x, _of(products[0].weight).weight.t()), place.out)  # [t, n]
+        if (bias := products[0].bias) is not None:
+            y.add_(bias.weight)
         return y if residual is None else y.add_(residual)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        slots, place, row = ctx.slots, ctx.place, ctx.row
-        outer = move(gradients[0], place.out.dual, place.world, TP, place.name) if row else None
-        whole = (outer,) if outer is not None else gradients  # [T, n / tp] each
-        dx = torch.mm(whole[0], slots[0].weight)  # [T, m]
-        for slot, g in zip(slots[1:], whole[1:], strict=True):
-            dx.addmm_(g, slot.weight)
-        if not row:
+        products, call, place = ctx.products, ctx.call, ctx.call.place
+        outer = move(gradients[0], place.out.dual, place.world, TP, place.name) if call.row else None
+        whole = (outer,) if outer is not None else gradients[: len(products)]  # [T, n / tp] each
+        dx = torch.mm(whole[0], _of(products[0].weight).weight)  # [T, m]
+        for p, g in zip(products[1:], whole[1:], strict=True):
+            dx.addmm_(g, _of(p.weight).weight)
+        if not call.row:
             dx = place.leave(dx, place.into.dual)  # [t, m]
+        if call.hand:
+            dx.add_(gradients[-1])
         if place.queue.deferred is None and outer is not None:
-            slots[0].add(torch.mm(outer.t(), x))
+            _of(products[0].weight).add(torch.mm(outer.t(), x))
+            _add_bias(products[0], gradients[0])
         else:
             # Detached, or the queue would hold the graph behind x.
             held = x.detach()
-            place.queue.put(lambda: _weight_gradients(held, gradients, slots, row, place))
-        return dx, gradients[0] if ctx.residual else None, None, None, None, None
+            place.queue.put(lambda: _weight_gradients(held, gradients, products, call))
+        return dx, gradients[0] if ctx.residual else None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a product is called; `dead`: make the node alone, when only its backward is wanted."""
+
+    place: Place
+    row: bool
+    dead: bool = False
+    hand: bool = False
+
+
+def _of(slot: Slot | None) -> Slot:
+    assert slot is not None, "every product has a weight"
+    return slot
+
+
+def _product(x: torch.Tensor, p: Affine) -> torch.Tensor:
+    weight = _of(p.weight).weight.t()
+    return torch.mm(x, weight) if p.bias is None else torch.addmm(p.bias.weight, x, weight)
 
 
 def _weight_gradients(
-    x: torch.Tensor, gradients: tuple[torch.Tensor, ...], slots: tuple[Slot, ...], row: bool, place: Place
+    x: torch.Tensor, gradients: tuple[torch.Tensor, ...], products: tuple[Affine, ...], call: Call
 ) -> None:
-    """gy^T x of each product [n / tp, m]; what was saved as a shard is gathered again."""
-    whole = x if row else place.enter(x)
-    for slot, g in zip(slots, gradients, strict=True):
-        g_whole = move(g, place.out.dual, place.world, TP, place.name) if row else g
-        slot.add(torch.mm(g_whole.t(), whole))
+    """gy^T x of each product [n / tp, m], and of its bias; what was saved as a shard is gathered again."""
+    place = call.place
+    whole = x if call.row else place.enter(x)
+    for p, g in zip(products, gradients, strict=False):  # behind them the residual's, which is held as long
+        g_whole = move(g, place.out.dual, place.world, TP, place.name) if call.row else g
+        _of(p.weight).add(torch.mm(g_whole.t(), whole))
+        _add_bias(p, g)
 
 
-def column_linear(x: torch.Tensor, slots: tuple[Slot, ...], place: Place) -> tuple[torch.Tensor, ...]:
-    """x [t, m] -> one [T, n / tp] a slot."""
-    return _Linear.apply(x, None, slots, False, place, False)
+def _add_bias(p: Affine, gradient: torch.Tensor) -> None:
+    """The sum over this rank's tokens: of all of them for a column product, of the stream's for a row product."""
+    if p.bias is not None:
+        p.bias.add(gradient.sum(0, dtype=p.bias.destination().dtype))
 
 
-def row_linear(x: torch.Tensor, slot: Slot, residual: torch.Tensor, place: Place, dead: bool = False) -> torch.Tensor:
-    """x [T, m / tp], residual [t, n] -> [t, n]. `dead`: make the node alone, when only its backward is wanted."""
-    return _Linear.apply(x, residual, (slot,), True, place, dead)
+def column_linear(
+    x: torch.Tensor, products: tuple[Affine, ...], place: Place, hand: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """x [t, m] -> one [T, n / tp] a product; with `hand` x itself behind them, to carry on as the residual."""
+    return _Linear.apply(x, None, products, Call(place, row=False, hand=hand))
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> None:
-    """Rotary embedding in place (Su et al. 2021, eq. 34; halves as in Llama's published weights).
-
-    x [b, s, heads, d]; cos, sin [s, 1, d / 2]. `back` turns the other way: the transpose, for gradients.
-    """
-    first, second = x.chunk(2, -1)
-    turned = first * sin
-    sign = 1 if back else -1
-    first.mul_(cos).addcmul_(second, sin, value=sign)
-    second.mul_(cos)
-    if back:
-        second.sub_(turned)
-    else:
-        second.add_(turned)
-
-
-class _Attention(torch.autograd.Function):
-    """Rotary embedding and causal attention with grouped kv heads; saves q, k, v as rotated, the output and its LSE."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        head_dim: int,
-    ) -> Any:
-        seq = rope[0].shape[0]
-        q4, k4, v4 = (x.view(-1, seq, x.shape[1] // head_dim, head_dim) for x in (q, k, v))  # [b, s, heads, d]
-        # Nobody else holds q and k: they are fresh outputs of the products.
-        rotate_(q4, *rope)
-        rotate_(k4, *rope)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q4.transpose(1, 2), k4.transpose(1, 2), v4.transpose(1, 2), 0.0, True
-        )
-        o = out.transpose(1, 2).reshape(q.shape)  # [T, a * d / tp]
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rope, ctx.head_dim = rope, head_dim
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        q, k, v, o, lse = ctx.saved_tensors
-        seq, d = ctx.rope[0].shape[0], ctx.head_dim
-        g4, q4, k4, v4, o4 = (x.view(-1, seq, x.shape[1] // d, d).transpose(1, 2) for x in (gradient, q, k, v, o))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g4, q4, k4, v4, o4, lse, 0.0, True
-        )
-        grads = [x.transpose(1, 2) for x in (dq, dk, dv)]  # [b, s, heads, d]
-        rotate_(grads[0], *ctx.rope, back=True)
-        rotate_(grads[1], *ctx.rope, back=True)
-        return *(g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), None, None
-
-
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], head_dim: int
+def row_linear(
+    x: torch.Tensor, product: Affine, residual: torch.Tensor | None, place: Place, dead: bool = False
 ) -> torch.Tensor:
-    """q [T, a * d / tp], k, v [T, kv * d / tp] -> [T, a * d / tp]. Writes the rotation into q and k."""
-    return _Attention.apply(q, k, v, rope, head_dim)
+    """x [T, m / tp], residual [t, n] or None -> [t, n]. `dead`: make the node alone."""
+    return _Linear.apply(x, residual, (product,), Call(place, row=True, dead=dead))
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up (Shazeer 2020, eq. 6); saves gate and up, the product is the next op's to save."""
+def _activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """`silu`, `gelu`, or `gelu_tanh`, its approximation (Hendrycks and Gimpel 1606.08415, section 2)."""
+    F = torch.nn.functional
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate=APPROXIMATE[name])
+
+
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _activation_gradient_(gradient: torch.Tensor, x: torch.Tensor, name: str, out: torch.Tensor) -> None:
+    """gradient * f'(x) into `out`."""
+    if name == "silu":
+        torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(gradient, x, approximate=APPROXIMATE[name], grad_input=out)
+
+
+class _Gated(torch.autograd.Function):
+    """f(gate) * up (Shazeer 2020, eq. 6); saves gate and up, the product is the next op's to save."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate).mul_(up)
+        ctx.name = name
+        return _activate(gate, name).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         gate, up = ctx.saved_tensors
-        d_up = torch.nn.functional.silu(gate).mul_(gradient)
+        d_up = _activate(gate, ctx.name).mul_(gradient)
         d_gate = gradient * up
-        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        return d_gate, d_up
+        _activation_gradient_(d_gate, gate, ctx.name, d_gate)
+        return d_gate, d_up, None
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(gate: torch.Tensor, up: torch.Tensor, name: str) -> torch.Tensor:
     """gate, up [T, f / tp] -> [T, f / tp]."""
-    return _SwiGLU.apply(gate, up)
+    return _Gated.apply(gate, up, name)
 
 
-def _local_rows(ids: torch.Tensor, rows: int, place: Place) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(row numbers on this rank, mask of ids that live elsewhere; None where tp is 1). ids [T]"""
-    if place.world.size("tp") == 1:
-        return ids, None
-    local = ids - rows * place.world.index("tp")
-    outside = (local < 0).logical_or_(local >= rows)
-    return local.masked_fill_(outside, 0), outside
-
-
-class _Embed(torch.autograd.Function):
-    """Vocabulary-parallel lookup. The weight is an input so that the graph has a leaf; its gradient is the slot's."""
+class _Activation(torch.autograd.Function):
+    """f(x); saves x."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, ids: torch.Tensor, slot: Slot, place: Place) -> torch.Tensor:
-        del leaf
-        ctx.save_for_backward(ids)
-        ctx.slot, ctx.place = slot, place
-        local, outside = _local_rows(ids, slot.parameter.shape[0], place)
-        x = torch.nn.functional.embedding(local, slot.weight)  # [T, h]
-        if outside is not None:
-            x.masked_fill_(outside[:, None], 0)
-        return place.leave(x, place.out)
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.name = name
+        return _activate(x, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        (ids,) = ctx.saved_tensors
-        slot, place = ctx.slot, ctx.place
-        place.queue.put(lambda: _embedding_gradient(gradient, ids, slot, place))
-        return None, None, None, None
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        _activation_gradient_(gradients[0], x, ctx.name, dx)
+        return dx, None
 
 
-def _embedding_gradient(gradient: torch.Tensor, ids: torch.Tensor, slot: Slot, place: Place) -> None:
-    """Add each token's gradient to its row, in the buffer's dtype."""
-    record, parts = slot.record, slot.destination()
-    whole = move(gradient, place.out.dual, place.world, TP, place.name)  # [T, h]
-    local, outside = _local_rows(ids, record.shape[0], place)
-    wide = whole.to(parts.dtype, copy=True)
-    if outside is not None:
-        wide.masked_fill_(outside[:, None], 0)
-    shard = local.div(record.rows, rounding_mode="floor")
-    row = local.remainder(record.rows)
-    parts.unflatten(1, (record.rows, record.columns)).index_put_((shard, row), wide, accumulate=True)
-
-
-def embed(ids: torch.Tensor, slot: Slot, place: Place) -> torch.Tensor:
-    """ids [T] -> [t, h]."""
-    return _Embed.apply(slot.parameter, ids, slot, place)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Vocabulary-parallel cross-entropy, summed and scaled. Its gradient takes the place of the logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place
-    ) -> torch.Tensor:
-        world, name, wide = place.world, place.name, scale.dtype
-        top = logits.amax(-1).to(wide)  # [T]
-        world.all_reduce(top, TP, name, op="max")
-        z = logits.to(wide).sub_(top[:, None])  # [T, v / tp]: the logits themselves where no cast is needed
-        local, outside = _local_rows(targets.clamp(min=0), logits.shape[1], place)
-        picked = z.gather(1, local[:, None]).squeeze(1)  # [T]
-        if outside is not None:
-            picked.masked_fill_(outside, 0)
-        world.all_reduce(picked, TP, name)
-        total = z.exp_().sum(-1)  # [T]
-        world.all_reduce(total, TP, name)
-        weight = (targets != IGNORE).to(wide).mul_(scale)  # [T]
-        z.mul_((weight / total)[:, None])
-        own = weight if outside is None else weight.masked_fill(outside, 0)
-        z.scatter_add_(1, local[:, None], own.neg()[:, None])
-        if z is not logits:
-            logits.copy_(z)
-        ctx.save_for_backward(logits)
-        return total.log_().sub_(picked).mul_(weight).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        (d_logits,) = ctx.saved_tensors
-        # Detached: what is saved of an input comes back with the graph that made it.
-        return d_logits.detach().mul_(gradient), None, None, None
-
-
-def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place) -> torch.Tensor:
-    """Sum over tokens of -log softmax(logits)[target] * scale, a scalar; logits [T, v / tp] are consumed.
-
-    targets [T], IGNORE where a token does not count; scale: 1 / valid tokens of the whole step.
-    """
-    return _CrossEntropy.apply(logits, targets, scale, place)
+def activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    """x [T, f / tp] -> [T, f / tp]."""
+    return _Activation.apply(x, name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardwise.cluster import parse_cluster
-from shardwise.model.hf import load_model
+from shardwise.model.hf import from_config, load_model, to_config
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import PRECISIONS, Job
 from shardwise.plan.layout import parse
@@ -33,9 +33,19 @@ class Case:
     better: Job | None = None
 
 
+GPT = load_model("gpt:L=8,h=1024,a=8,V=51200,s=2048")
+YARN = from_config(to_config(load_model("qwen3-8b")) | {"rope_scaling": {"rope_type": "yarn"}}, "stretched")
 PLAIN = "tp=8 dp=2 zero=1 mb=1"
 PLANNED = {
-    "runs-model": Case(replace(DENSE, model=load_model("gemma-2-9b")), PLAIN, PLAIN, "family gemma2", DENSE),
+    "runs-model": Case(replace(DENSE, model=load_model("mixtral-8x7b")), PLAIN, PLAIN, "family mixtral", DENSE),
+    "runs-form": Case(replace(DENSE, model=YARN), PLAIN, PLAIN, "'yarn'", DENSE),
+    "runs-positions": Case(
+        Job(GPT, parse_cluster("2x8xh100"), 8192, 64),
+        PLAIN,
+        PLAIN,
+        "2,048 learned positions",
+        replace(DENSE, model=GPT, seq_len=2048),
+    ),
     "runs-stack": Case(
         replace(DENSE, stack=replace(SHARDWISE, name="other", title="another stack")),
         PLAIN,
@@ -45,8 +55,14 @@ PLANNED = {
     ),
     "runs-precision": Case(replace(DENSE, precision=PRECISIONS["fp8"]), PLAIN, PLAIN, "precision fp8", DENSE),
     "runs-context": Case(DENSE, "tp=8 cp=2 mb=1", PLAIN, "cp=2"),
-    "runs-zero": Case(DENSE, "dp=16 zero=2 mb=1", "dp=16 zero=1 mb=1", "zero=2"),
     "runs-schedule": Case(DENSE, "tp=8 pp=2 schedule=zb-v mb=1", "tp=8 pp=2 schedule=zb-h1 mb=1", "schedule=zb-v"),
+    "runs-copies": Case(
+        replace(DENSE, global_batch=63),
+        "tp=8 pp=2 schedule=dualpipe mb=1",
+        "tp=8 pp=2 schedule=dualpipe mb=1",
+        "an odd number of micro-batches, 63",
+        DENSE,
+    ),
     "runs-recompute": Case(DENSE, f"{PLAIN} recompute=act", f"{PLAIN} recompute=full", "recompute=act"),
     "runs-kv-heads": Case(DENSE, "tp=16 mb=1", PLAIN, "tp=16 copies 8 kv heads"),
     "runs-vocab": Case(job(tiny(2, vocab=42), "4xcpu"), "tp=4 mb=1", "tp=2 dp=2 mb=1", "tp=4 pads 42 vocabulary rows"),

@@ -58,8 +58,10 @@ def head_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     return {"q": q, "k": k, "a": heads, "b": kv_heads, "r": q // 2, "H": head_dim}
 
 
-def trunk_of(read: Reader, family: str, tied: bool = False, head_dim: int | None = None) -> Trunk:
-    """The keys that most families share. How q and k are turned changes no size, so it is not asked."""
+def trunk_of(
+    read: Reader, family: str, tied: bool = False, head_dim: int | None = None, norm_eps: float = 1e-6
+) -> Trunk:
+    """The keys that most families share. How q and k are turned changes no size, so it is not asked here."""
     hidden = read.integer("hidden_size")
     heads = heads_of(read, hidden, head_dim=head_dim)
     return Trunk(
@@ -68,7 +70,7 @@ def trunk_of(read: Reader, family: str, tied: bool = False, head_dim: int | None
         heads=heads,
         layers=read.integer("num_hidden_layers", most=MAX_LAYERS),
         tied=read.flag("tie_word_embeddings", tied),
-        norm_eps=read.number("rms_norm_eps", default=1e-6),
+        norm_eps=read.number("rms_norm_eps", default=norm_eps),
     )
 
 

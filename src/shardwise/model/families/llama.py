@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from shardwise.model.attention import Attention, attention
@@ -32,7 +33,7 @@ def llama(name: str, read: Reader) -> Model:
     for key in ("attention_bias", "mlp_bias"):
         if read.flag(key, False):
             read.faults.append(f"{key}: true is not supported, these blocks have no biases")
-    theta, scaling = _rope(read)
+    theta, scaling = rope_of(read, strict=True)
     loops = read.integer("num_loops", default=1, most=MAX_LOOPS)
     block = layer(LAYER, attention(Attention()), mlp())
     chain = (LAYER,) * trunk.layers
@@ -61,8 +62,9 @@ def qwen3(name: str, read: Reader) -> Model:
 
 
 def olmo(name: str, read: Reader) -> Model:
-    """LayerNorm without parameters (Groeneveld 2402.00838). Clipping q, k and v changes no tensor."""
-    read.pass_by("clip_qkv")
+    """LayerNorm without parameters, its epsilon fixed (Groeneveld 2402.00838). Clipped q, k and v change no tensor."""
+    if read.config.get("clip_qkv") is not None:
+        read.number("clip_qkv", default=1.0)
     return _olmo(name, read, "olmo", Norm(centred=True, parameters=()), "")
 
 
@@ -72,14 +74,14 @@ def olmo2(name: str, read: Reader) -> Model:
 
 
 def _olmo(name: str, read: Reader, family: str, style: Norm, qk_norm: str) -> Model:
-    trunk = _dense(read, family)
+    trunk = _dense(read, family, norm_eps=1e-5)
     bias = read.flag("attention_bias", False)
     spec = Attention(qkv_bias=bias, out_bias=bias, qk_norm=qk_norm)
     return _layers(name, read, trunk, (FULL,) * trunk.layers, spec, style)
 
 
-def _dense(read: Reader, family: str, head_dim: int | None = None) -> Trunk:
-    trunk = trunk_of(read, family, head_dim=head_dim)
+def _dense(read: Reader, family: str, head_dim: int | None = None, norm_eps: float = 1e-6) -> Trunk:
+    trunk = trunk_of(read, family, head_dim=head_dim, norm_eps=norm_eps)
     trunk.sizes["f"] = read.integer("intermediate_size")
     read.choice("hidden_act", ("silu",))
     return trunk
@@ -87,45 +89,55 @@ def _dense(read: Reader, family: str, head_dim: int | None = None) -> Trunk:
 
 def _layers(name: str, read: Reader, trunk: Trunk, types: tuple[str, ...], spec: Attention, style: Norm = RMS) -> Model:
     """Layers that differ in their windows alone."""
-    local = Attention(spec.qkv_bias, spec.out_bias, spec.qk_norm, window=window_of(read, types))
+    local = replace(spec, window=window_of(read, types))
+    theta, scaling = rope_of(read)
     blocks = [layer(LAYER, attention(spec), mlp(), style), layer(LOCAL, attention(local), mlp(), style)]
     chain = [LOCAL if t == SLIDING else LAYER for t in types]
-    return assemble(name, read, trunk, blocks, chain, style=style)
+    return assemble(name, read, trunk, blocks, chain, style=style, rope_theta=theta, rope_scaling=scaling)
 
 
 # -------------------------------------------------------------------------------------------------- rotary embedding
 
 
-def _rope(read: Reader) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """The rotation's base, and Llama 3.1's stretched frequencies or nothing; from the keys of either version."""
+Scaling = tuple[tuple[str, float], ...]
+
+
+def rope_of(read: Reader, theta: float = 10000.0, strict: bool = False) -> tuple[float, Scaling]:
+    """The rotation's base, and Llama 3.1's stretched frequencies or nothing; from the keys of either version.
+
+    Another scaling changes no size: it is remembered by its name, and a fault where `strict`.
+    """
     key = "rope_scaling" if read.config.get("rope_parameters") is None else "rope_parameters"
     found = read.raw(key)
     if found is None:
-        return read.number("rope_theta", default=10000.0), ()
+        return read.number("rope_theta", default=theta), ()
     if not isinstance(found, Mapping):
         read.faults.append(f"{key}: found {short(found)}, wanted a table")
         return 1.0, ()
     table = cast("Mapping[str, Any]", found)
     inner = Reader(table)
-    theta = (inner if "rope_theta" in table else read).number("rope_theta", default=10000.0)
-    scaling = _scaling(inner)
+    base = (inner if "rope_theta" in table else read).number("rope_theta", default=theta)
+    kind, scaling = _scaling(inner, strict)
     read.faults += [f"{key}.{fault}" for fault in inner.faults]
-    read.meant["rope_theta"] = theta
-    if scaling:
-        read.meant["rope_scaling"] = {"rope_type": "llama3", **dict(scaling)}
-    return theta, scaling
+    read.meant["rope_theta"] = base
+    if kind != "default":
+        read.meant["rope_scaling"] = {"rope_type": kind, **dict(scaling)}
+    return base, scaling
 
 
-def _scaling(inner: Reader) -> tuple[tuple[str, float], ...]:
+def _scaling(inner: Reader, strict: bool) -> tuple[str, Scaling]:
+    """The kind of scaling, and its numbers where they are read."""
     kind = inner.config.get("rope_type", inner.config.get("type"))
-    if kind == "default":
-        return ()
+    if kind == "default" or (kind is None and not strict):
+        return "default", ()
     if kind != "llama3":
-        inner.faults.append(f"rope_type: found {short(kind)}, wanted 'llama3' or 'default'")
-        return ()
+        if strict or not isinstance(kind, str):
+            inner.faults.append(f"rope_type: found {short(kind)}, wanted 'llama3' or 'default'")
+            return "default", ()
+        return kind[:40], ()
     inner.faults += [f"{key}: missing" for key in ROPE_KEYS if key not in inner.config]
     values = {key: inner.number(key, default=1.0) for key in ROPE_KEYS}
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if not inner.faults and low >= high:
         inner.faults.append(f"low_freq_factor: found {low:g}, wanted less than high_freq_factor, {high:g}")
-    return tuple(values.items())
+    return "llama3", tuple(values.items())

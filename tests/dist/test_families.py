@@ -1,0 +1,91 @@
+"""Every family that runs: gradients against transformers' own autograd, cut and uncut; collectives and peak memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.plan.layout import parse
+from shardwise.prove.dryrun import prove_rank
+from shardwise.train.comm import Comm
+from shardwise.train.hf_weights import sources
+from shardwise.train.rank import gradients
+from shardwise.train.threads import run_threads
+from tests.support import families
+from tests.support.families import CONFIGS, Tensors
+from tests.support.parity import Piece, assemble, local_data, pieces
+
+torch.set_num_threads(1)
+TOLERANCE = 1e-9
+"""of what is at least 1, or of the largest element of a gradient"""
+
+LAYOUTS = (
+    "mb=4",
+    "tp=2 sp=0 mb=4",
+    "tp=2 mb=2",
+    "tp=2 pp=2 schedule=zb-h1 mb=1",
+    "tp=2 pp=2 dp=2 zero=3 mb=1 recompute=full",
+)
+
+
+@lru_cache(maxsize=2)
+def autograd(name: str) -> tuple[Tensors, Tensors, torch.Tensor]:
+    """(state dict, gradients by logical name, loss) of transformers' class in float64."""
+    config = CONFIGS[name]
+    with families.Exact():
+        made = families.reference(config, torch.float64)
+        ids, targets = families.tokens(config["vocab_size"])
+        logits = made(ids).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss.backward()
+    found = {n: p.grad for n, p in made.named_parameters()}
+    table = sources(families.model_of(config))
+    return made.state_dict(), {n: families.value_of(s, found) for n, s in table.items()}, loss.detach()
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("name", families.named())
+def test_gradients_equal_transformers_autograd(name: str, text: str) -> None:
+    layout = parse(text)
+    state, wanted, loss = autograd(name)
+    work = families.job_of(CONFIGS[name], layout, "fp64")
+    ids, targets = families.tokens(work.model.vocab)
+
+    def rank(comm: Comm) -> tuple[torch.Tensor, list[Piece]]:
+        built = families.runtime(work, layout, comm, state)
+        mine = [local_data(work, layout, built, x) for x in (ids, targets)]
+        result = gradients(built, mine[0], mine[1])
+        return result.loss.clone(), [p for s in built.states.values() for p in pieces(s, s.gradient_shard)]
+
+    traces = run_threads(layout.world_size, rank)
+    assert all(abs(found - loss) <= TOLERANCE for found, _ in traces)
+    found = assemble([held for _, held in traces], wanted)
+    errors = {n: float((found[n] - g).abs().max() / g.abs().max().clamp(min=1)) for n, g in wanted.items()}
+    assert not {n: e for n, e in errors.items() if e > TOLERANCE}
+
+
+PROVED = (
+    "mb=2",
+    "mb=1 recompute=full",
+    "tp=2 sp=0 mb=2",
+    "tp=2 mb=2",
+    "tp=2 pp=2 schedule=zb-h1 mb=1",
+    "tp=2 dp=2 zero=3 mb=1 recompute=full",
+)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("text", PROVED)
+@pytest.mark.parametrize("name", families.named())
+def test_collectives_and_peak_are_as_planned(name: str, text: str, precision: str) -> None:
+    layout = parse(text)
+    work = families.job_of(CONFIGS[name], layout, precision)
+    for rank in sorted({0, layout.world_size - 1}):
+        proof = prove_rank(work, layout, rank, tensors="real")
+        assert not proof.differences()
+        assert abs(proof.memory_error) <= 0.001, (
+            f"rank {rank}: peak predicted {proof.predicted_peak_bytes}, measured {proof.measured_peak_bytes}"
+        )
