@@ -1,4 +1,4 @@
-"""Ten compositions on real processes over gloo, against the same one-process run; one of them under torchrun too."""
+"""Compositions on real processes over gloo, against the same one-process run; one of them under torchrun too."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ CHOSEN = (
     "pp=2 dp=2 zero=3 schedule=interleaved:2 mb=1",
     "tp=2 pp=2 schedule=zb-h1 mb=1",
     "tp=2 pp=2 dp=2 zero=1 mb=1",
+    "pp=2 dp=2 zero=2 schedule=dualpipe-v mb=1",
+    "pp=2 dp_replicate=2 dp_shard=2 zero=2 schedule=dualpipe mb=1",
 )
 UNDER_TORCHRUN = CHOSEN[8]
 

@@ -16,6 +16,7 @@ from shardwise.plan.rules import findings
 from shardwise.plan.runs import runs_here
 from shardwise.prove.dryrun import prove_rank
 from shardwise.train.threads import run_threads
+from tests.support.front import NAMES
 from tests.support.models import job
 from tests.support.parity import assert_parity, run_rank
 
@@ -44,14 +45,14 @@ def draw_model(rng: random.Random) -> Model:
 
 def draw_layout(rng: random.Random, layers: int) -> Layout:
     pp, shard = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 5])
-    names = ["gpipe", "1f1b", "interleaved:2", "interleaved:3", "zb-h1"] if pp > 1 else ["1f1b"]
+    names = ["interleaved:3", *NAMES] if pp > 1 else ["1f1b"]
     layout = Layout(
         tp=rng.choice([1, 1, 2, 3]),
         sp=rng.random() < 0.6,
         pp=pp,
         dp_replicate=rng.choice([1, 1, 2, 3]),
         dp_shard=shard,
-        zero=rng.choice([1, 3]) if shard > 1 else 0,
+        zero=rng.choice([1, 2, 3]) if shard > 1 else 0,
         schedule=rng.choice(names),
         mb=rng.choice([1, 2]),
         recompute=rng.choice(["none", "full"]),

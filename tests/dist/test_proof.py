@@ -1,13 +1,15 @@
-"""The dry run of every composition of the front: predicted ledger = recorded ledger, predicted peak = measured peak."""
+"""The dry run of the compositions of the front: predicted ledger = recorded ledger, predicted peak = measured peak."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from shardwise.plan.layout import parse
 from shardwise.prove.compare import Proof
 from shardwise.prove.dryrun import prove_rank
-from tests.support.front import Case, cases
+from tests.support.front import NAMES, Case, cases
+from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
 
@@ -22,9 +24,25 @@ def assert_proved(proof: Proof) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("case", cases(8), ids=str)
-def test_every_composition_of_the_front_is_proved(case: Case, precision: str) -> None:
+@pytest.mark.parametrize("case", cases(8, NAMES), ids=str)
+def test_a_composition_of_the_front_is_proved(case: Case, precision: str) -> None:
     """First, a middle and the last rank, on real tensors under the fake process group."""
     work, world = case.job(precision), case.layout.world_size
     for rank in sorted({0, world // 2, world - 1}):
         assert_proved(prove_rank(work, case.layout, rank, tensors="real"))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_step_is_continued_by_its_period(name: str, pp: int) -> None:
+    """On every rank; what is executed and continued is what the whole step, executed, shows."""
+    layout = parse(f"pp={pp} schedule={name} mb=1")
+    work = job(tiny(max(3, layout.stages - 1), tied=True), f"{pp}xcpu", batch=32)
+    for rank in range(pp):
+        short, whole = (prove_rank(work, layout, rank, full=full) for full in (False, True))
+        assert (short.executed < 32) == (name != "gpipe")
+        assert not (*short.differences(), *whole.differences())
+        # The prediction counts every loss; the peak comes before some of them, and a shorter step has fewer.
+        peaks = [short.measured_peak_bytes, whole.measured_peak_bytes, whole.predicted_peak_bytes]
+        assert peaks == sorted(peaks)
+        assert peaks[-1] - peaks[0] <= 8 * (32 + 2)

@@ -1,7 +1,7 @@
 """Published layouts against our prediction and our search: Llama 3 405B's three phases (2407.21783, table 4), PTD-P.
 
-The report does not say whether its 380 TFLOP/s at 131,072 tokens count causal attention whole or halved; our exact count
-halves it.
+The report does not say whether its 380 TFLOP/s at 131,072 tokens count causal attention whole or halved; our exact
+count halves it.
 """
 
 from __future__ import annotations

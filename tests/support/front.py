@@ -1,19 +1,28 @@
-"""Every composition of the front that a number of ranks holds, generated."""
+"""The compositions of what the runtime runs: all on up to four ranks, beyond that every meeting of four choices."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardwise import schedule as schedules
 from shardwise.model.spec import Model
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
 from shardwise.plan.rules import findings
-from shardwise.plan.runs import RECOMPUTE, runs_here
+from shardwise.plan.runs import RECOMPUTE, SCHEDULES, runs_here
 from tests.support.models import job, tiny
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb-h1")
+NAMES = tuple(f"{name}:2" if name == "interleaved" else name for name in SCHEDULES)
+HELD_ONCE = tuple(name for name in NAMES if schedules.copies(name) == 1)
+ALL = 4
+"""Up to so many ranks every composition is taken."""
+
+MEETING = 4
+"""Beyond, each set of so many choices that some layout combines."""
+
 BATCH = 8
 
 
@@ -40,16 +49,15 @@ def layers_for(layout: Layout) -> int:
     return max(3, layout.stages - 1)
 
 
-def layouts(ranks: int) -> Iterator[Layout]:
+def layouts(ranks: int, names: tuple[str, ...]) -> Iterator[Layout]:
     """All degrees with a product of `ranks`, times every choice of the front."""
     degrees = [2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0]
     for tp, pp, replicate, shard in itertools.product(degrees, repeat=4):
         if tp * pp * replicate * shard != ranks:
             continue
-        zeros = (1, 3) if shard > 1 else (0,)
-        names = SCHEDULES if pp > 1 else ("1f1b",)
+        zeros = (1, 2, 3) if shard > 1 else (0,)
         for sp, zero, name, recompute in itertools.product(
-            (False, True) if tp > 1 else (False,), zeros, names, RECOMPUTE
+            (False, True) if tp > 1 else (False,), zeros, names if pp > 1 else ("1f1b",), RECOMPUTE
         ):
             yield Layout(
                 tp=tp,
@@ -69,16 +77,29 @@ def micro_batch(dp: int, pp: int) -> int:
     return 2 if BATCH // dp >= 4 and pp < 4 else 1
 
 
-def cases(most: int) -> list[Case]:
-    """Every composition on 1, 2, 4 .. `most` ranks, tied and not; each is legal and runs."""
-    found = [
-        Case(layout, tied)
-        for ranks in (2**i for i in range(most.bit_length()))
-        for layout in layouts(ranks)
-        for tied in (False, True)
-    ]
+def cases(most: int, names: tuple[str, ...] = HELD_ONCE) -> list[Case]:
+    """Compositions of these schedules on 1, 2, 4 .. `most` ranks, tied and not; each is legal and runs."""
+    found: list[Case] = []
+    for ranks in (2**i for i in range(most.bit_length())):
+        every = [Case(layout, tied) for layout in layouts(ranks, names) for tied in (False, True)]
+        found += every if ranks <= ALL else meeting(every)
     for case in found:
         broken = [*findings(case.layout, case.job()), *runs_here(case.layout, case.job())]
         assert not broken, f"{case}: {broken[0]}"
         assert sum(split_of(case.layout, case.model.layers)) == case.model.layers
+    return found
+
+
+def meeting(every: list[Case]) -> list[Case]:
+    """Those in which some MEETING choices meet for the first time; in a drawn order, which needs fewer of them."""
+    random.Random(0).shuffle(every)
+    seen: set[tuple[tuple[int, object], ...]] = set()
+    found: list[Case] = []
+    for case in every:
+        x = case.layout
+        choices = (x.tp, x.sp, x.pp, x.dp_replicate, x.dp_shard, x.zero, x.schedule, x.recompute, case.tied)
+        new = set(itertools.combinations(enumerate(choices), MEETING)) - seen
+        if new:
+            found.append(case)
+            seen |= new
     return found

@@ -77,21 +77,21 @@ class Executor:
         self.queue, self.shape = queue, shape
         self.again = {u.name for u in units.units if recompute and u.block.recomputable}
         self.kinds = {u.name: u.block.kind for u in units.units}
-        self.placed = {s.index for s in units.stages}
+        self.copies = {s.index: s.copy for s in units.stages}
+        self.lowest = {min(s for s, c in self.copies.items() if c == copy) for copy in self.copies.values()}
         state = next(iter(states.values()))
         self.dtype, self.device = state.compute, state.master.device
 
     def run(self, row: Lowered, data: Data, done: Done | None = None) -> list[torch.Tensor]:
         """One step; the losses of the micro-batches, where the last stage is ours.
 
-        `done` is called with each micro-batch whose last gradient on our first stage is through.
+        `done` is called with each micro-batch whose last gradient on the first of our stages is through.
         """
         step = _Step(data)
-        first = min(self.placed)
         for entry in row:
             if isinstance(entry, Instruction):
                 self._instruct(entry, step)
-                if done is not None and entry.last and entry.stage == first and entry.do in (Op.W, Op.BW):
+                if done is not None and entry.last and entry.stage in self.lowest and entry.do in (Op.W, Op.BW):
                     done(entry.micro_batch)
             else:
                 self._post(entry, step)
@@ -162,7 +162,7 @@ class Executor:
         stage = x.stage
         if x.last:
             neighbour = stage + (1 if tensor is Op.F else -1)
-            if neighbour in self.placed:
+            if self.copies.get(neighbour) == self.copies[stage]:
                 stage = neighbour
         step.flow[tensor, stage, x.micro_batch] = value
 
@@ -171,11 +171,11 @@ class Executor:
         match self.kinds[unit]:
             case "embedding":
                 return module.embedding(leaf)
-            case "layer":
-                return module.layer(leaf, dead)
-            case _:
+            case "head":
                 assert step.data.targets is not None
                 return module.head(leaf, step.data.targets[mb], step.data.scale)
+            case _:
+                return module.layer(leaf, dead)
 
     def _backward(self, x: Instruction, step: _Step) -> None:
         labels, key, mb = self.world.labels, (x.unit, x.micro_batch), x.micro_batch
@@ -193,7 +193,7 @@ class Executor:
             self._leave(Op.B, x, below, step)
 
     def _gradient(self, unit: str, saved: _Saved, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The unit's input gradient; weights take theirs on the way. An embedding's only leaf is its weight."""
+        """The unit's input gradient; weights take theirs on the way. An embedding's leaves are its weights."""
         leaf = saved.leaf
         if self.kinds[unit] == "embedding":
             leaf = next(iter(self.states[unit].slots.values())).parameter

@@ -13,7 +13,7 @@ from shardwise.plan.layout import Layout, LayoutError
 from shardwise.plan.plan import TrainSettings
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.runs import runs_here
-from shardwise.plan.shards import RankUnits, logical_name, rank_units, tied_ranks
+from shardwise.plan.shards import RankUnits, logical_name, rank_units, stages_of, tied_ranks
 from shardwise.train.comm import Comm
 from shardwise.train.initial import initial_values
 from shardwise.train.nn import Context, UnitModule, rope_tables
@@ -49,6 +49,12 @@ class Rank:
     def needs_targets(self) -> bool:
         return "head" in self.states
 
+    @property
+    def counted(self) -> list[UnitState]:
+        """States whose gradients the clip norm counts here: of a stage that is held twice, the first copy's."""
+        second = {u.name for s in self.executor.units.stages if s.copy for u in s.units}
+        return [state for name, state in self.states.items() if name not in second]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -77,8 +83,9 @@ def build_rank(
     device = device or torch.device("cpu")
     model, precision = job.model, job.precision
     compute, wide = torch_dtype(precision.compute), torch_dtype(precision.accumulate)
-    world = World(layout.mesh, comm, labels, tied_ranks(model, layout))
-    held = rank_units(model, layout, world.coordinates["pp"])
+    pp_rank = layout.mesh.coordinates(comm.rank)["pp"]
+    held = rank_units(model, layout, pp_rank)
+    world = World(layout.mesh, comm, labels, tied_ranks(model, layout), _twins(model, layout, held))
     states = {name: UnitState(s, layout.zero, precision, world, device) for name, s in held.storages.items()}
     queue = WeightQueue()
     cos, sin = rope_tables(model, job.seq_len, compute)
@@ -94,6 +101,12 @@ def build_rank(
     executor = Executor(world, held, modules, states, queue, shape, layout.recompute == "full")
     optimizer = Optimizer(states.values(), settings or OptimizerSettings.of(TrainSettings()))
     return Rank(job, layout, world, states, executor, optimizer, wide, device)
+
+
+def _twins(model: Model, layout: Layout, held: RankUnits) -> tuple[int, ...]:
+    """Pipeline ranks that hold a rank's stages, itself among them, where each stage is held twice."""
+    mine = {s.index for s in held.stages}
+    return tuple(sorted({s.rank for s in stages_of(model, layout) if s.index in mine}))
 
 
 def _slots_of(model: Model, unit: Unit, held: RankUnits, states: dict[str, UnitState]) -> dict[str, Slot]:
@@ -142,4 +155,4 @@ def gradients(
     row = lowered_row(rank.job.model, rank.layout, count, world.coordinates["pp"])
     losses = rank.executor.run(row, Data(ids, targets, scale), done)
     loss = report(losses, rank.wide, rank.device, world)
-    return StepResult(loss, clip_norm(rank.states.values(), world))
+    return StepResult(loss, clip_norm(rank.counted, world))

@@ -1,9 +1,10 @@
-"""The model state of one unit on one rank: DDP, ZeRO-1, ZeRO-3 and HSDP, by the storage's records alone.
+"""The model state of one unit on one rank: DDP, ZeRO-1 to 3 and HSDP, by the storage's records alone.
 
 zero   weights              gradient                      master, moments
 0      whole                whole                         whole (the weights themselves where no cast is needed)
 1      whole                whole, padded to the shards   this rank's shard
-3      only while in use    whole only in one backward    this rank's shard; the gradient's shard as well
+2      whole                whole only in one backward    this rank's shard; the gradient's shard as well
+3      only while in use    as under 2                    as under 2
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class UnitState:
         aliased = self.weights if zero == 0 and self.compute == self.wide else None
         self.master: torch.Tensor = zeros(shard, self.wide) if aliased is None else aliased
         self.moments = zeros(shard, self.wide), zeros(shard, self.wide)
-        self.gradient: torch.Tensor | None = zeros(n * shard, self.wide) if zero < 3 else None
+        self.gradient: torch.Tensor | None = zeros(n * shard, self.wide) if zero < 2 else None
         self.gradient_shard: torch.Tensor = (
             zeros(shard, self.wide) if self.gradient is None else self._part(self.gradient)
         )
@@ -136,10 +137,10 @@ class UnitState:
         group = self.world.group("dp_shard")
         if group is None or self.gradient is None:
             raise RuntimeError(f"{self.storage.unit} has no whole gradient to scatter")
-        out = torch.empty_like(self.gradient_shard) if self.zero == 3 else self.gradient_shard
+        out = torch.empty_like(self.gradient_shard) if self.zero >= 2 else self.gradient_shard
         with self.world.at(self.storage.unit, Phase.REDUCE):
             self.world.comm.reduce_scatter(out, self.gradient, group)
-        if self.zero == 3:
+        if self.zero >= 2:
             self.gradient_shard.add_(out)
             self.gradient = None
             self._open(None)
@@ -155,7 +156,8 @@ class UnitState:
         (self.gradient_shard if self.gradient is None else self.gradient).zero_()
 
     def square_norm(self) -> torch.Tensor:
-        """Sum of squares of the gradient elements that this rank counts: each logical element once in SHARDED."""
+        """Sum of squares of the gradient elements that this rank counts: each logical element once in SHARDED (of two
+        copies of a stage, the caller asks one)."""
         world = self.world
         total = torch.zeros((), dtype=self.wide, device=self.master.device)
         for record in self.storage.records:
@@ -169,7 +171,7 @@ class UnitState:
     def publish(self) -> None:
         """After the optimizer's step: the weights follow the master copy."""
         group = self.world.group("dp_shard")
-        if self.zero == 1 and group is not None:
+        if self.zero in (1, 2) and group is not None:
             mine = self.master.to(self.compute)
             whole = torch.empty(self.storage.padded_numel, dtype=self.compute, device=mine.device)
             with self.world.at(self.storage.unit, Phase.GATHER):

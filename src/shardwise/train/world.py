@@ -9,6 +9,7 @@ import torch
 
 from shardwise.collective import Kind, Labels
 from shardwise.mesh import COLLECTIVES, Axes, Mesh
+from shardwise.plan.shards import TWINS
 from shardwise.train.comm import Comm, Group
 
 TIED_AXES = ("tied",)
@@ -16,9 +17,14 @@ TIED_AXES = ("tied",)
 
 
 class World:
-    """Groups are made once, eagerly, in the same order on every rank; a group of one is None and costs nothing."""
+    """Groups are made once, eagerly, in the same order on every rank; a group of one is None and costs nothing.
 
-    def __init__(self, mesh: Mesh, comm: Comm, labels: Labels, tied: tuple[int, ...] = ()) -> None:
+    `twins` are the pipeline ranks that hold our stages, where a schedule holds them twice.
+    """
+
+    def __init__(
+        self, mesh: Mesh, comm: Comm, labels: Labels, tied: tuple[int, ...] = (), twins: tuple[int, ...] = ()
+    ) -> None:
         self.mesh, self.comm, self.labels = mesh, comm, labels
         self.rank = comm.rank
         self.coordinates = mesh.coordinates(self.rank)
@@ -27,6 +33,7 @@ class World:
             self.groups[axes] = self._make(axes, mesh.group(self.rank, axes))
         if mesh.degree("pp") > 1:
             comm.point_to_point_group(mesh.group(self.rank, ("pp",)))
+        self.groups[TWINS] = self._make(TWINS, tuple(map(self.peer, twins)))
         # Only some ranks have this one, so it comes last: groups are named by how many came before them.
         mine = self.coordinates["pp"] in tied
         self.groups[TIED_AXES] = self._make(TIED_AXES, tuple(map(self.peer, tied))) if mine else None

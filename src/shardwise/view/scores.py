@@ -100,7 +100,8 @@ def page(of: ScoreView, width: int) -> Group:
         errors = _percent(total.median), _percent(total.mean), _percent(total.bias, "+")
         table.add_row("all", *blanks, format_count(of.predicted), *errors, style="bold")
     left = ", ".join(f"{count:,} {kind}" for kind, count in of.skipped)
-    closing = f"{of.predicted:,} runs of {Path(of.file).name} predicted" + (f"; left out, by reason: {left}" if left else "")
+    told = f"{of.predicted:,} runs of {Path(of.file).name} predicted"
+    closing = told + (f"; left out, by reason: {left}" if left else "")
     return Group(table, Text(), Text(closing), Text(NOTES, "dim"))
 
 
