@@ -133,7 +133,7 @@ def _continued(rank: Rank, ledger: Ledger, snapshots: list[_Snapshot], executed:
     where = f"micro-batches {middle - period} .. {middle + period} of {executed}"
     if one != two:
         raise PeriodError(f"{where} are not periodic: their collectives differ")
-    losses = period * rank.job.precision.accumulate_bytes * rank.needs_targets
+    losses = period // schedules.copies(layout.schedule) * rank.job.precision.accumulate_bytes * rank.needs_targets
     for grown in (second.live_bytes - first.live_bytes, third.live_bytes - second.live_bytes):
         if grown != losses:
             raise PeriodError(f"{where} are not periodic: memory grows by {grown:,} bytes, {losses:,} are expected")
