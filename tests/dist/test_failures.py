@@ -84,7 +84,6 @@ def test_no_layer_is_lost_by_an_uneven_split(layers: int, text: str) -> None:
 
 PLANNED_ONLY = {
     "runs-context": "cp=2 mb=1",
-    "runs-schedule": "pp=2 schedule=zb-v mb=1",
     "runs-copies": "pp=2 schedule=dualpipe mb=8",
     "runs-recompute": "mb=1 recompute=act",
     "runs-kv-heads": "tp=4 mb=1",

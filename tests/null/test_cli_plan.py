@@ -77,7 +77,7 @@ def test_every_layout_of_a_runnable_ranking_runs_here() -> None:
     ("options", "rules"),
     [
         (("--layout", "cp=2 dp=4 zero=1 mb=1"), ("runs-context",)),
-        (("--layout", "pp=8 schedule=zb-v mb=1 recompute=act"), ("runs-schedule", "runs-recompute")),
+        (("--layout", "cp=2 pp=4 schedule=zb-v mb=1 recompute=act"), ("runs-context", "runs-recompute")),
         (("--layout", MINE, "--stack", "megatron"), ("runs-stack",)),
         (("--layout", MINE, "--precision", "fp8"), ("runs-precision",)),
     ],

@@ -12,10 +12,10 @@ from shardwise.model.spec import Model
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
 from shardwise.plan.rules import findings
-from shardwise.plan.runs import RECOMPUTE, SCHEDULES, runs_here
+from shardwise.plan.runs import RECOMPUTE, runs_here
 from tests.support.models import job, tiny
 
-NAMES = tuple(f"{name}:2" if name == "interleaved" else name for name in SCHEDULES)
+NAMES = tuple(name.replace(":V", ":2") for name in schedules.NAMES)
 HELD_ONCE = tuple(name for name in NAMES if schedules.copies(name) == 1)
 ALL = 4
 """Up to so many ranks every composition is taken."""

@@ -141,15 +141,17 @@ class _Backward:
 
 def _held(block: Block, tensors: _Tensors, again: tuple[Op, ...]) -> list[set[str]]:
     """Saved storages that live while the backward of the i-th op runs."""
-    saves = [tensors.saved_by(op) for op in block.ops]
-    pinned = {tensors.owner[n] for op in again for n in op.inputs} if again else set[str]()
-    found = [set[str]().union(*saves[: i + 1]) | pinned for i in range(len(block.ops))]
+    saves = [
+        tensors.saved_by(op) | ({tensors.owner[n] for n in op.inputs} if op in again else set[str]())
+        for op in block.ops
+    ]
+    found = [set[str]().union(*saves[: i + 1]) for i in range(len(block.ops))]
     for producer, op in enumerate(block.ops):
         if op in again:
-            for name in tensors.remade_by(op):
-                last = max((i for i, saved in enumerate(saves) if name in saved), default=producer)
-                for i, here in enumerate(found):
-                    here.discard(name) if not producer <= i <= last else here.add(name)
+            remade = tensors.remade_by(op)
+            last = max((i for i, saved in enumerate(saves) if saved & remade), default=producer)
+            for i, here in enumerate(found):
+                here.difference_update(remade) if not producer <= i <= last else here.update(remade)
     return found
 
 

@@ -15,7 +15,6 @@ from shardwise.results import Finding
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "gemma2", "gemma3_text", "gpt2")
 PRECISIONS = ("bf16", "fp32", "fp64")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v")
 RECOMPUTE = ("none", "full")
 
 
@@ -40,12 +39,6 @@ def _stack(layout: Layout, job: Job) -> Explained:
 def _precision(layout: Layout, job: Job) -> Explained:
     del layout
     return f"precision {job.precision.name} is planned only", f"use one of {', '.join(PRECISIONS)}"
-
-
-def _schedule_broken(batch: LayoutBatch, job: Job) -> Bools:
-    del job
-    foreign = [i for i, name in enumerate(batch.names) if name.partition(":")[0] not in SCHEDULES]
-    return np.isin(batch.schedule, foreign)
 
 
 def _copies_broken(batch: LayoutBatch, job: Job) -> Bools:
@@ -97,12 +90,6 @@ RUNS: tuple[Rule, ...] = (
         "no context parallelism",
         lambda b, _: b.cp > 1,
         lambda x, _: (f"cp={x.cp}: context parallelism is planned only", "use cp=1"),
-    ),
-    Rule(
-        "runs-schedule",
-        f"the schedule is one of {', '.join(SCHEDULES)}",
-        _schedule_broken,
-        lambda x, _: (f"schedule={x.schedule} is planned only", f"use one of {', '.join(SCHEDULES)}"),
     ),
     Rule("runs-copies", "copies of the weights take equally many micro-batches", _copies_broken, _copies),
     Rule(

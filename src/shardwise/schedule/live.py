@@ -32,7 +32,8 @@ class LiveState(NamedTuple):
 
     `in_flight[chunk]` micro-batches have their F behind them and their B or BW before them, `queued[chunk]` their B
     behind and their W before, the running one excluded from both. A SEND buffer lives from its batch to the rank's
-    next batch, a RECV buffer from its batch to the start of the action that takes it over.
+    next batch, a RECV buffer from its batch to the start of the action that takes it over. What a stage hands to
+    another stage of the same rank counts as received when the action that makes it ends.
     """
 
     op: Op
@@ -195,16 +196,23 @@ def _buffers(schedule: Schedule, table: _Table) -> tuple[Ints, Ints]:
     end_of[table.gradient.astype(int)[messages], table.stage[messages], table.micro_batch[messages]] = ends[messages]
     onward = np.where(forward, 1, -1)
     source, target = np.clip(table.stage - onward, 0, last), np.clip(table.stage + onward, 0, last)
-    receives = messages & (holder[table.micro_batch, source] != rank)
+    takes = messages & (source != table.stage)
+    receives = takes & (holder[table.micro_batch, source] != rank)
     sends = messages & (holder[table.micro_batch, target] != rank)
     made = end_of[(~forward).astype(int), source, table.micro_batch]
-    arrivals = np.sort(np.where(receives, made, never), axis=1)
     place = rank * (never + 1)  # one search for all ranks
-    before = np.searchsorted((arrivals + place).ravel(), (ends + place).ravel()).reshape(ends.shape)
-    arrived = before - rank * arrivals.shape[1]
-    latest = np.where(arrived > 0, arrivals.ravel()[before - 1], -1)
+
+    def there(these: Bools) -> tuple[Ints, Ints]:
+        """(how many of these inputs are made before each action ends, when the latest of them was)"""
+        moments = np.sort(np.where(these, made, never), axis=1)
+        before = np.searchsorted((moments + place).ravel(), (ends + place).ravel()).reshape(ends.shape)
+        count = before - rank * moments.shape[1]
+        return count, np.where(count > 0, moments.ravel()[before - 1], -1)
+
+    _, latest = there(receives)
+    waiting = there(takes)[0] - np.cumsum(takes, axis=1)
     sent = _shifted(np.maximum.accumulate(np.where(sends, ends, -1), axis=1), 1)
-    return ((sent >= 0) & (sent >= latest)).astype(np.int64), arrived - np.cumsum(receives, axis=1)
+    return ((sent >= 0) & (sent >= latest)).astype(np.int64), waiting
 
 
 def _distinct(states: npt.NDArray[np.int32]) -> dict[_Key, set[_Counts]]:

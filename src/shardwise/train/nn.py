@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shardwise.model.families.forms import form_of
 from shardwise.model.spec import Model, Op, Unit
 from shardwise.placement import stream_edges
-from shardwise.train import attention, ends, ops
+from shardwise.train import again, attention, ends, ops
+from shardwise.train.again import Remake
 from shardwise.train.ops import Affine, NormForm, Place
 from shardwise.train.weights import Slot, WeightQueue
 from shardwise.train.world import World
@@ -21,7 +23,8 @@ from shardwise.train.world import World
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the forwards of one rank share. `wide` is the accumulation dtype; `rope` as of `rope_tables`."""
+    """What the forwards of one rank share. `wide` is the accumulation dtype; `rope` as of `rope_tables`; `recompute`
+    names groups of ops that are computed again by themselves (whole layers are the executor's business)."""
 
     model: Model
     world: World
@@ -29,6 +32,7 @@ class Context:
     sp: bool
     wide: torch.dtype
     rope: tuple[torch.Tensor, torch.Tensor]
+    recompute: str = "none"
 
 
 class UnitModule:
@@ -42,6 +46,8 @@ class UnitModule:
             op.name: Place(f"{unit.name}.{op.name}" if op.name else unit.name, context.world, context.queue, into, out)
             for op in unit.block.ops
         }
+        partly = context.recompute not in ("none", "full")
+        self.dropped = {op.kind for op in unit.block.again(context.recompute)} if partly else set[str]()
         self.norms = {op.name: self._norm_form(op) for op in unit.block.ops if op.kind == "norm"}
         self.scores, self.rope = self._attention_form()
 
@@ -79,8 +85,13 @@ class UnitModule:
         name = f"{sublayer}_norm"
         if name not in self.places:
             return self.column(product, x, *weights, hand=True)
-        normed, residual = self.norm(name, x)
-        return *self.column(product, normed, *weights), residual
+
+        def norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(name, x)
+
+        (normed, residual), reading = again.run(Remake(norm, norm, kept=1), "norm" in self.dropped, x)
+        with reading:
+            return *self.column(product, normed, *weights), residual
 
     def closed(
         self, sublayer: str, product: str, inner: list[torch.Tensor], residual: torch.Tensor, dead: bool
@@ -110,7 +121,9 @@ class UnitModule:
         if "attention.q_norm" in self.places:
             q = self.norm_inside("attention.q_norm", q)
             k = self.norm_inside("attention.k_norm", k)
-        inner = [attention.attention(q, k, v, self.rope, self.scores)]
+        rotated = partial(attention.attention, rope=None, scores=self.scores)
+        core = Remake(partial(rotated, rope=self.rope), rotated, kept=4, output=False)  # all but the log-sum-exp
+        inner = [again.run(core, "attention" in self.dropped, q, k, v)[0]]
         del q, k, v
         return self.closed("attention", "attention.out", inner, residual, dead=False)
 
@@ -118,13 +131,18 @@ class UnitModule:
         activation = self.form.activation
         if "mlp.gate_up" in self.places:
             gate, up, residual = self.opened("mlp", "mlp.gate_up", x, "mlp.gate", "mlp.up")
-            inner = [ops.gated(gate, up, activation)]
+            gated = partial(ops.gated, name=activation)
+            product, reading = again.run(Remake(gated, gated, kept=2), "swiglu" in self.dropped, gate, up)
             del gate, up
         else:
             up, residual = self.opened("mlp", "mlp.up", x, "mlp.up")
-            inner = [ops.activation(up, activation)]
+            active = partial(ops.activation, name=activation)
+            product, reading = again.run(Remake(active, active, kept=1), "activation" in self.dropped, up)
             del up
-        return self.closed("mlp", "mlp.down", inner, residual, dead)
+        inner = [product]
+        del product
+        with reading:
+            return self.closed("mlp", "mlp.down", inner, residual, dead)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """x [t, h], targets [T] -> this micro-batch's part of the loss."""

@@ -89,7 +89,7 @@ def build_rank(
     states = {name: UnitState(s, layout.zero, precision, world, device) for name, s in held.storages.items()}
     queue = WeightQueue()
     cos, sin = rope_tables(model, job.seq_len, compute)
-    context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)))
+    context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)), layout.recompute)
     modules: dict[str, UnitModule] = {}
     for unit in held.units:
         modules[unit.name] = UnitModule(unit, _slots_of(model, unit, held, states), context)

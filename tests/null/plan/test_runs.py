@@ -55,7 +55,6 @@ PLANNED = {
     ),
     "runs-precision": Case(replace(DENSE, precision=PRECISIONS["fp8"]), PLAIN, PLAIN, "precision fp8", DENSE),
     "runs-context": Case(DENSE, "tp=8 cp=2 mb=1", PLAIN, "cp=2"),
-    "runs-schedule": Case(DENSE, "tp=8 pp=2 schedule=zb-v mb=1", "tp=8 pp=2 schedule=zb-h1 mb=1", "schedule=zb-v"),
     "runs-copies": Case(
         replace(DENSE, global_batch=63),
         "tp=8 pp=2 schedule=dualpipe mb=1",

@@ -33,8 +33,8 @@ def brute_force(rows: tuple[Row, ...], schedule: Schedule, rank: int) -> set[Liv
         started = {
             (Op.F if a.op is Op.F else Op.B, a.stage, a.micro_batch) for a in (*past, action) if a.op is not Op.W
         }
-        received = [o for batch in batches for o in batch if not o.send]
-        waiting = sum((o.tensor, o.stage, o.micro_batch) not in started for o in received)
+        received = {(o.tensor, o.stage, o.micro_batch) for batch in batches for o in batch if not o.send}
+        waiting = len((received | handed_over(past, schedule, rank)) - started)
         following = (future[0].op, stages.index(future[0].stage)) if future else None
         preceding = (past[-1].op, stages.index(past[-1].stage)) if past else None
         sends = sum(o.send for o in batches[-1]) if batches else 0
@@ -42,6 +42,13 @@ def brute_force(rows: tuple[Row, ...], schedule: Schedule, rank: int) -> set[Liv
         counts = (tuple(in_flight), tuple(queued), sends, waiting)
         states.add(LiveState(action.op, chunk, following, *counts, preceding))
     return states
+
+
+def handed_over(past: list[Action], schedule: Schedule, rank: int) -> set[tuple[Op, int, int]]:
+    """Inputs of the rank's own stages that the rank itself has made."""
+    made = {(a.op, a.stage + (1 if a.op is Op.F else -1), a.micro_batch) for a in past if a.op is not Op.W}
+    inner = {(Op.F if op is Op.F else Op.B, s, i) for op, s, i in made if 0 <= s < schedule.stages}
+    return {(op, s, i) for op, s, i in inner if schedule.rank_of(s, schedule.copy_of(i)) == rank}
 
 
 def exceeds(a: LiveState, b: LiveState) -> bool:
