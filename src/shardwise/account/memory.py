@@ -28,7 +28,7 @@ from shardwise.model.spec import Count, Model
 from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
-from shardwise.plan.shards import make_stages
+from shardwise.plan.shards import make_stages, placement
 from shardwise.results import MemoryBreakdown
 from shardwise.schedule import LiveState
 
@@ -258,5 +258,5 @@ def _one(column: Count) -> int:
 
 def _stage(pipeline: Pipeline, rank: int, chunk: int) -> int:
     """The stage that a rank holds as one of its chunks."""
-    schedule = schedules.build(pipeline.name, pipeline.pp, 2 * pipeline.pp)
-    return schedule.stages_of(rank)[chunk]
+    held = [s for copy in placement(pipeline.name, pipeline.pp) for s, r in enumerate(copy) if r == rank]
+    return held[chunk]

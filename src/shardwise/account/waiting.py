@@ -109,11 +109,14 @@ def _largest(model: Model, held: Held, states: Ints) -> tuple[Waiting, ...]:
         return None if code < 0 else (OPS[code // chunks], code % chunks)
 
     acting: dict[Running, list[Ints]] = {}
-    keys, place_of = np.unique(states[:, :4], axis=0, return_inverse=True)
-    for i, row in enumerate(keys):
-        op, chunk, following, preceding = map(int, row)
+    # One number for each key: sorting rows takes longer.
+    base = len(OPS) * chunks + 1
+    codes = np.ravel_multi_index(tuple((states[:, :4] + 1).T), (base, base, base, base))
+    _, one_of, place_of = np.unique(codes, return_index=True, return_inverse=True)
+    rows: list[list[int]] = states[one_of, :4].tolist()
+    for i, (op, chunk, following, preceding) in enumerate(rows):
         key = running(model, held, (OPS[op], chunk), act(preceding), act(following))
-        acting.setdefault(key, []).append(numbers[place_of.ravel() == i])
+        acting.setdefault(key, []).append(numbers[place_of == i])
     found: list[Waiting] = []
     for key, parts in acting.items():
         for row in _maximal(_unique(np.concatenate(parts))).tolist():

@@ -1,18 +1,18 @@
 """`check` proves that a schedule, or its rows with communication, is complete and runs to its end.
 
 It knows nothing of how `add_p2p` made the rows: it compares them with what the stages need of one another, and plays
-the rule of the point-to-point queue (`walk`).
+the rule of the point-to-point queue (`graph.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 from shardwise.schedule.errors import ScheduleError
+from shardwise.schedule.graph import Message, Wire, describe, graph_of
 from shardwise.schedule.table import P2P, Action, Op, Row, Schedule, Step
-from shardwise.schedule.walk import Message, Wire, describe, walk
 
 
 def check(schedule: Schedule, rows: Sequence[Row] | None = None) -> None:
@@ -27,8 +27,7 @@ def check(schedule: Schedule, rows: Sequence[Row] | None = None) -> None:
         _fail(schedule, _order(schedule, rows))
         _fail(schedule, _messages(schedule, rows))
         _fail(schedule, _early_sends(rows))
-    any_duration = dict.fromkeys(product(Op, range(schedule.stages)), 1.0)
-    walk(schedule.rows if rows is None else rows, schedule, any_duration)
+    graph_of(schedule.rows if rows is None else rows, schedule)
 
 
 def _fail(schedule: Schedule, findings: Iterator[str]) -> None:

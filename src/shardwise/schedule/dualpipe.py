@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwise.schedule import dualpipe_v
 from shardwise.schedule.closed_form import Array, Busy
-from shardwise.schedule.table import Action, Schedule
+from shardwise.schedule.table import Action, Placement, Schedule
 from shardwise.schedule.v_shape import numbered
 
 
@@ -22,8 +22,14 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     if virtual != 1:
         raise ValueError(f"dualpipe places one stage of each copy on a rank, not {virtual}")
     rows = tuple(_row(rank, pp, micro_batches) for rank in range(pp))
+    return Schedule("dualpipe", placement(pp), rows, micro_batches, overlaps=True)
+
+
+def placement(pp: int, virtual: int = 1) -> Placement:
+    """Stage r of copy 0 and stage p-1-r of copy 1 on rank r."""
+    del virtual
     down = tuple(range(pp))
-    return Schedule("dualpipe", (down, down[::-1]), rows, micro_batches, overlaps=True)
+    return down, down[::-1]
 
 
 def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
@@ -33,9 +39,10 @@ def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
     each = (micro_batches + 1) // 2
     row = list[Action]()
     for action in numbered(dualpipe_v.calls(depth, pp // 2, each), stages, each):
-        copy = near if action.stage == depth else 1 - near
-        row.append(action._replace(micro_batch=2 * action.micro_batch + copy))
-    return tuple(action for action in row if action.micro_batch < micro_batches)
+        micro_batch = 2 * action.micro_batch + (near if action.stage == depth else 1 - near)
+        if micro_batch < micro_batches:
+            row.append(Action(action.op, action.stage, micro_batch))
+    return tuple(row)
 
 
 def span(busy: Busy, micro_batches: Array) -> Array:

@@ -24,9 +24,9 @@ def generate(pp: int, micro_batches: int, virtual: int = 2) -> Schedule:
     if virtual != 2:
         raise ValueError(f"dualpipe-v places two stages on a rank, not {virtual}")
     rows = tuple(
-        tuple(numbered(calls(rank, pp, micro_batches), (rank, 2 * pp - 1 - rank), micro_batches)) for rank in range(pp)
+        numbered(calls(rank, pp, micro_batches), (rank, 2 * pp - 1 - rank), micro_batches) for rank in range(pp)
     )
-    return Schedule("dualpipe-v", (placement(pp),), rows, micro_batches, overlaps=True)
+    return Schedule("dualpipe-v", placement(pp), rows, micro_batches, overlaps=True)
 
 
 def calls(rank: int, pp: int, micro_batches: int) -> Iterator[Call]:

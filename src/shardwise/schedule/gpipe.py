@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, Busy, over_ranks
-from shardwise.schedule.table import Action, Op, Schedule
+from shardwise.schedule.table import Action, Op, Schedule, in_turn
 
 
 def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
@@ -16,7 +16,7 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     if virtual != 1:
         raise ValueError(f"gpipe places one stage on a rank, not {virtual}")
     rows = tuple(tuple(Action(op, rank, i) for op in (Op.F, Op.BW) for i in range(micro_batches)) for rank in range(pp))
-    return Schedule("gpipe", (tuple(range(pp)),), rows, micro_batches)
+    return Schedule("gpipe", in_turn(pp), rows, micro_batches)
 
 
 def span(busy: Busy, micro_batches: Array) -> Array:

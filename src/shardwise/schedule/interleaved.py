@@ -15,14 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, Busy, over_ranks, pace
-from shardwise.schedule.table import Action, Op, Schedule
+from shardwise.schedule.table import Action, Op, Schedule, in_turn
 
 
 def generate(pp: int, micro_batches: int, virtual: int) -> Schedule:
     """`pp * virtual` stages, stage s on rank s % pp."""
-    placement = tuple(stage % pp for stage in range(pp * virtual))
     rows = tuple(_row(rank, pp, micro_batches, virtual) for rank in range(pp))
-    return Schedule(f"interleaved:{virtual}", (placement,), rows, micro_batches)
+    return Schedule(f"interleaved:{virtual}", in_turn(pp, virtual), rows, micro_batches)
 
 
 def _row(rank: int, pp: int, micro_batches: int, virtual: int) -> tuple[Action, ...]:

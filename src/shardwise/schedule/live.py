@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.schedule.passes import unit_ends
-from shardwise.schedule.registry import capped, generate, saturation
+from shardwise.schedule.registry import capped, copies, generate, saturation, virtual_stages
 from shardwise.schedule.table import Op, Schedule
 
 Ints = npt.NDArray[np.int64]
@@ -95,7 +95,7 @@ def rank_states(name: str, pp: int, micro_batches: int) -> tuple[npt.NDArray[np.
     short = pp + 2
     if saturation(name, pp) is not None or micro_batches <= short + 1:
         return tuple(_states(generate(name, pp, capped(name, pp, micro_batches))))
-    chunks = len(generate(name, pp, 1).stages_of(0))
+    chunks = virtual_stages(name) * copies(name)
 
     def code(neighbour: Neighbour) -> int:
         return -1 if neighbour is None else _NUMBER[neighbour[0]] * chunks + neighbour[1]

@@ -3,7 +3,8 @@
 The unit list is a value that the caller passes in. ZeRO-3 gathers one unit ahead of the unit that runs, across the
 borders of actions too, and drops a unit's parameters after each use, unless the next instruction uses them again.
 Gradients that stay whole are reduced once, behind the batch that sends the stage's own gradient on: the stages below
-wait for that, and nobody waits for the reduction.
+wait for that, and nobody waits for the reduction. The two ranks that hold one stage may end its gradients at different
+places of their rows, so the sums between them come last, in the order of the stages on both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Do(StrEnum):
     OPEN = "open"
     """a gradient buffer for one micro-batch"""
     REDUCE = "reduce"
-    """sum the gradient over the shards' axis; with `final`, over every other axis as well"""
+    """sum the gradient over the shards' axis; with `final`, over every other axis of the mesh as well"""
+    TWIN = "twin"
+    """sum the gradients of the two copies of a stage"""
     TIE = "tie"
     """sum the gradients of the copies of a tied weight"""
 
@@ -55,7 +58,8 @@ class Holdings:
 
     `resharded`: parameters are gathered before use (ZeRO-3). `scattered`: gradients are reduced each micro-batch
     (ZeRO-2 and 3); otherwise a storage is reduced once, after its last gradient. `forward_only`: units whose backward
-    reads no parameters. `tied`: storages with copies elsewhere.
+    reads no parameters. `twins`: storages of stages that another rank holds too, in the order of the stages; `tied`:
+    storages with copies of one of their weights elsewhere.
     """
 
     units: Mapping[int, Sequence[str]]
@@ -63,6 +67,7 @@ class Holdings:
     resharded: bool
     scattered: bool
     forward_only: Collection[str] = ()
+    twins: Sequence[str] = ()
     tied: Sequence[str] = ()
 
 
@@ -83,7 +88,8 @@ def lower(row: Row, holdings: Holdings) -> Lowered:
             state.out.append(step)
             state.flush()
     state.flush()
-    return (*state.out, *(Instruction(Do.TIE, s) for s in holdings.tied))
+    last = [(Do.TWIN, holdings.twins), (Do.TIE, holdings.tied)]
+    return (*state.out, *(Instruction(do, s) for do, storages in last for s in storages))
 
 
 class _Placing:

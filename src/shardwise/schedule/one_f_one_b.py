@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, Busy, over_ranks, pace
-from shardwise.schedule.table import Action, Op, Schedule
+from shardwise.schedule.table import Action, Op, Schedule, in_turn
 
 
 def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
@@ -18,7 +18,7 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     if virtual != 1:
         raise ValueError(f"1f1b places one stage on a rank, not {virtual}; interleaved:{virtual} does")
     rows = tuple(tuple(_row(rank, pp, micro_batches)) for rank in range(pp))
-    return Schedule("1f1b", (tuple(range(pp)),), rows, micro_batches)
+    return Schedule("1f1b", in_turn(pp), rows, micro_batches)
 
 
 def _row(rank: int, pp: int, micro_batches: int) -> Iterator[Action]:

@@ -56,44 +56,43 @@ def _merge(row: tuple[Action, ...], ends: list[int], batches: dict[int, list[P2P
 
 def unit_ends(schedule: Schedule, paired: bool = False) -> list[list[int]]:
     """When each action ends if F = B = W = 1 and communication is free. Ranks that wait are woken by their input."""
-    last, (op_f, op_w, op_bw) = schedule.stages - 1, (Op.F, Op.W, Op.BW)
-    rank_of = [schedule.placement[schedule.copy_of(i)] for i in range(schedule.micro_batches)]
-    forward = [[-1] * schedule.micro_batches for _ in range(last + 1)]  # end of F, by stage and micro-batch
-    backward = [[-1] * schedule.micro_batches for _ in range(last + 1)]  # end of B or BW
-
-    def input_end(op: Op, stage: int, i: int) -> int:
-        """-1 while it is not known."""
-        if op is op_f:
-            return forward[stage - 1][i] if stage else 0
-        if op is op_w:
-            return backward[stage][i]
-        return backward[stage + 1][i] if stage < last else forward[stage][i]
-
+    m, (op_f, op_w, op_bw) = schedule.micro_batches, (Op.F, Op.W, Op.BW)
+    # When the input of each stage is there, by micro-batch, -1 while it is not known; the last stage turns round.
+    ahead = [[0] * m, *([-1] * m for _ in range(schedule.stages))]
+    back = [*([-1] * m for _ in range(schedule.stages)), ahead[-1]]
+    # The ranks before and after each stage, by copy: whom its gradient and its activation wake, if anyone.
+    around = [(-1, *copy, -1) for copy in schedule.placement]
     partners = [pairs(row) if paired and schedule.overlaps else {} for row in schedule.rows]
     done_with = [set(partner.values()) for partner in partners]
     ends: list[list[int]] = [[] for _ in schedule.rows]
+    asleep = [False for _ in (*schedule.rows, None)]
     ready = list(range(schedule.pp))
     while ready:
         rank = ready.pop()
         own, row, partner = ends[rank], schedule.rows[rank], partners[rank]
-        now = own[-1] if own else 0
-        while len(own) < len(row):
-            op, stage, i = action = row[len(own)]
-            start, length = input_end(op, stage, i), 2 if op is op_bw else 1
+        now, place, end = own[-1] if own else 0, len(own), len(row)
+        while place < end:
+            op, stage, i = action = row[place]
+            start = (ahead[stage] if op is op_f else back[stage] if op is op_w else back[stage + 1])[i]
+            length = 2 if op is op_bw else 1
             if partner and action in partner:
-                also = input_end(*partner[action])
+                other = partner[action]
+                also = back[other.stage + 1][other.micro_batch]
                 start, length = max(start, also) if min(start, also) >= 0 else -1, 3
             elif partner and action in done_with[rank]:
                 length = 0
             if start < 0:
+                asleep[rank] = True
                 break
             now = (now if now > start else start) + length
             own.append(now)
+            place += 1
             if op is not op_w:
-                (forward if op is op_f else backward)[stage][i] = now
-                neighbour = stage + 1 if op is op_f else stage - 1
-                if 0 <= neighbour <= last and rank_of[i][neighbour] != rank:
-                    ready.append(rank_of[i][neighbour])
+                (ahead[stage + 1] if op is op_f else back[stage])[i] = now
+                neighbour = around[i % len(around)][stage + 2 if op is op_f else stage]
+                if asleep[neighbour]:
+                    asleep[neighbour] = False
+                    ready.append(neighbour)
     stuck = [f"rank {r} at {row[len(ends[r])]}" for r, row in enumerate(schedule.rows) if len(ends[r]) < len(row)]
     if stuck:
         raise ScheduleError(f"{schedule.name}: the actions wait for one another: {'; '.join(stuck)}")

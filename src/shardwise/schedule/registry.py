@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shardwise.schedule.closed_form import Array, Busy
 from shardwise.schedule.passes import add_p2p
-from shardwise.schedule.table import Row, Schedule
+from shardwise.schedule.table import Placement, Row, Schedule, in_turn
 
 
 class About(NamedTuple):
@@ -36,6 +36,7 @@ class _Family:
     copies: int = 1
     overlaps: bool = False
     even: bool = False  # pp must be
+    places: Callable[[int, int], Placement] = in_turn  # pp, stages of a copy on a rank
 
 
 _Span: TypeAlias = Callable[[Busy, Array], Array]
@@ -91,9 +92,9 @@ def _families() -> dict[str, _Family]:
     return {
         **_of_one_stage(),
         "interleaved": _Family(loop, *looped, virtual=None),
-        "zb-v": _Family(v, *of_v, split=True, virtual=2),
-        "dualpipe": _Family(two, *of_two, split=True, copies=2, overlaps=True, even=True),
-        "dualpipe-v": _Family(cut, *of_half, split=True, virtual=2, overlaps=True),
+        "zb-v": _Family(v, *of_v, split=True, virtual=2, places=v_shape.placement),
+        "dualpipe": _Family(two, *of_two, split=True, copies=2, overlaps=True, even=True, places=both_ends.placement),
+        "dualpipe-v": _Family(cut, *of_half, split=True, virtual=2, overlaps=True, places=v_shape.placement),
     }
 
 
@@ -168,6 +169,12 @@ def possible(name: str, pp: int, micro_batches: npt.ArrayLike) -> npt.NDArray[np
 def rows(name: str, pp: int, micro_batches: int) -> tuple[Row, ...]:
     """The rows with their point-to-point operations, remembered."""
     return add_p2p(build(name, pp, micro_batches))
+
+
+def placement(name: str, pp: int) -> Placement:
+    """[copy][stage] -> pipeline rank, of any number of micro-batches."""
+    family, virtual = parse(name)
+    return _families()[family].places(pp, virtual)
 
 
 def virtual_stages(name: str) -> int:
@@ -279,8 +286,8 @@ def span(
 @lru_cache(maxsize=1024)
 def _held(name: str, pp: int) -> Array:
     """[rank, stage] how many copies of the stage the rank holds."""
-    placement = build(name, pp, 1).placement
-    held = np.zeros((pp, len(placement[0])))
-    for copy in placement:
+    copies_of = placement(name, pp)
+    held = np.zeros((pp, len(copies_of[0])))
+    for copy in copies_of:
         held[list(copy), range(len(copy))] += 1
     return held

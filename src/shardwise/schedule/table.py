@@ -25,6 +25,15 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # that of Enum is Python code, and every message is looked up by its op
 
 
+Placement = tuple[tuple[int, ...], ...]
+"""[copy][stage] -> the rank (0 .. pp-1) that holds the stage."""
+
+
+def in_turn(pp: int, virtual: int = 1) -> Placement:
+    """One copy, whose stage s lies on rank s % pp."""
+    return (tuple(stage % pp for stage in range(pp * virtual)),)
+
+
 class Action(NamedTuple):
     op: Op
     stage: int
@@ -36,14 +45,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`placement[copy][stage]` is the rank (0 .. pp-1) that holds the stage; `rows[rank]` its actions in order.
+    """Where the stages lie; `rows[rank]` has the actions of a rank in order.
 
     `copy` is 0 but in schedules that hold the weights twice (dualpipe). `overlaps`: an F and the BW that follows it are
     run as one where `pairs` says so.
     """
 
     name: str
-    placement: tuple[tuple[int, ...], ...]
+    placement: Placement
     rows: tuple[tuple[Action, ...], ...]
     micro_batches: int
     overlaps: bool = False

@@ -4,36 +4,42 @@ and its loss is computed where it came in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, At, Busy, over_ranks
-from shardwise.schedule.table import Action, Op
+from shardwise.schedule.table import Action, Op, Placement
 
-Call = tuple[Op, int]
-"""(op, chunk): runs the op for the next micro-batch of the chunk. Chunk 0 leads down the ranks, chunk 1 up."""
+Call = int
+"""Runs an op for the next micro-batch of a chunk. Chunk 0 leads down the ranks, chunk 1 up."""
 
-F0, F1, B0, B1, W0, W1, BW0, BW1 = ((op, chunk) for op in (Op.F, Op.B, Op.W, Op.BW) for chunk in (0, 1))
+F0, F1, B0, B1, W0, W1, BW0, BW1 = range(8)
 
-
-def placement(pp: int) -> tuple[int, ...]:
-    return (*range(pp), *reversed(range(pp)))
+_OPS = tuple(op for op in (Op.F, Op.B, Op.W, Op.BW) for _chunk in (0, 1))
 
 
-def numbered(calls: Iterable[Call], stages: tuple[int, int], present: int) -> Iterator[Action]:
+def placement(pp: int, virtual: int = 2) -> Placement:
+    """One copy, whose stages r and 2p-1-r lie on rank r."""
+    del virtual
+    return ((*range(pp), *reversed(range(pp))),)
+
+
+def numbered(calls: Iterable[Call], stages: tuple[int, int], present: int) -> tuple[Action, ...]:
     """The calls with their micro-batches, in each chunk 0, 1, ..; those from `present` on are absent, and left out."""
-    following: dict[Call, int] = {}
-    for op, chunk in calls:
-        micro_batch = following.get((op, chunk), 0)
-        ways = ((op, chunk),) if op is not Op.BW else ((Op.B, chunk), (Op.W, chunk))
-        if op is Op.BW:
-            micro_batch = following.get((Op.B, chunk), 0)
-        for way in ways:
-            following[way] = micro_batch + 1
+    following = [0] * BW0  # the next micro-batch of each call that is not both gradients
+    row: list[Action] = []
+    for call in calls:
+        if call < BW0:
+            micro_batch = following[call]
+            following[call] += 1
+        else:
+            micro_batch = following[call - 4]  # that of B
+            following[call - 4] = following[call - 2] = micro_batch + 1
         if micro_batch < present:
-            yield Action(op, stages[chunk], micro_batch)
+            row.append(Action(_OPS[call], stages[call % 2], micro_batch))
+    return tuple(row)
 
 
 class Short(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.schedule.closed_form import Array, At, Busy, Ways, at_places, over_ranks, pace, staggered
 from shardwise.schedule.one_f_one_b import alternate
-from shardwise.schedule.table import Action, Op, Schedule
+from shardwise.schedule.table import Action, Op, Schedule, in_turn
 
 
 def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
@@ -18,7 +18,7 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     if virtual != 1:
         raise ValueError(f"zb-h1 places one stage on a rank, not {virtual}")
     rows = tuple(put_off(rank, pp - 1 - rank, rank, micro_batches) for rank in range(pp))
-    return Schedule("zb-h1", (tuple(range(pp)),), rows, micro_batches)
+    return Schedule("zb-h1", in_turn(pp), rows, micro_batches)
 
 
 def put_off(stage: int, warm_up: int, late: int, micro_batches: int) -> tuple[Action, ...]:

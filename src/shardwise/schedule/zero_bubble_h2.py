@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.schedule.closed_form import Array, Busy, Ways, at_places, staggered
-from shardwise.schedule.table import Schedule
+from shardwise.schedule.table import Schedule, in_turn
 from shardwise.schedule.zero_bubble import by_first_b, put_off
 
 
@@ -20,7 +20,7 @@ def generate(pp: int, micro_batches: int, virtual: int = 1) -> Schedule:
     if virtual != 1:
         raise ValueError(f"zb-h2 places one stage on a rank, not {virtual}")
     rows = tuple(put_off(rank, 2 * (pp - 1 - rank), 2 * rank, micro_batches) for rank in range(pp))
-    return Schedule("zb-h2", (tuple(range(pp)),), rows, micro_batches)
+    return Schedule("zb-h2", in_turn(pp), rows, micro_batches)
 
 
 def span(busy: Busy, micro_batches: Array) -> Array:

@@ -23,10 +23,8 @@ def generate(pp: int, micro_batches: int, virtual: int = 2) -> Schedule:
     if virtual != 2:
         raise ValueError(f"zb-v places two stages on a rank, not {virtual}")
     full = max(micro_batches, 2 * pp - 1)
-    rows = tuple(
-        tuple(numbered(_calls(rank, pp, full), (rank, 2 * pp - 1 - rank), micro_batches)) for rank in range(pp)
-    )
-    return Schedule("zb-v", (placement(pp),), rows, micro_batches)
+    rows = tuple(numbered(_calls(rank, pp, full), (rank, 2 * pp - 1 - rank), micro_batches) for rank in range(pp))
+    return Schedule("zb-v", placement(pp), rows, micro_batches)
 
 
 def _calls(rank: int, pp: int, micro_batches: int) -> Iterator[Call]:

@@ -8,10 +8,8 @@ most SLACK too little (a test holds them to it), so walking stops where the clos
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.rules import legal
 from shardwise.plan.shards import ends_share_rank
 from shardwise.results import StepTime
+from shardwise.search.heap import no_collection
 from shardwise.search.limits import Limits
 from shardwise.search.space import Space
 from shardwise.simulate.cost import Floats
@@ -88,18 +87,6 @@ def _silent(what: str, done: int, total: int) -> None:
     del what, done, total
 
 
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Tables of hundreds of thousands of small tuples, none of them cyclic: looking for cycles costs a third."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass(slots=True)
 class _Front:
     """The fastest layouts so far by their closed forms, the one that is closest to fitting, and the counts."""
@@ -149,7 +136,7 @@ class _Front:
             self.closest = peak, batch, i
 
 
-@_no_collection()
+@no_collection()
 def solve(job: Job, progress: Progress | None = None, keep: int = 10, limits: Limits | None = None) -> SearchResult:
     """The fastest layouts that fit, by their walked steps: `keep` families, with the twins that came between."""
     started = time.perf_counter()
@@ -169,7 +156,7 @@ def survey(job: Job, limits: Limits, tell: Progress = _silent) -> _Front:
     """Every layout within the limits, by its exact peak and its closed form."""
     space = Space(job, limits)
     front = _Front(job.cluster.device.usable_bytes)
-    for done, pp in enumerate(space.pipelines):
+    for done, pp in enumerate(reversed(space.pipelines)):
         looked, cuts = space.legal_cuts(pp)
         schedules = space.schedules(pp)
         if cuts is None or not len(cuts):

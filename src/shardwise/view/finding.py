@@ -67,8 +67,10 @@ def drawn(job: Job, layout: Layout) -> int:
 
 def search(asked: Request, keep: int = KEPT, limits: Limits | None = None) -> SearchResult:
     """The `keep` best layouts of a job."""
+    from shardwise.search.heap import keep_freed_memory
     from shardwise.search.solve import solve
 
+    keep_freed_memory()
     with terminal.working("search") as tell:
         return solve(asked.job, lambda what, n, of: tell(f"search: {what}, {n:,} of {of:,} layouts"), keep, limits)
 
@@ -79,12 +81,13 @@ def tell(
     """Why a search came out as it did; why not the layout that is asked about; how long a loss takes."""
     from shardwise.search.explain import explain
     from shardwise.search.fitting import nothing_fits
+    from shardwise.search.heap import no_collection
     from shardwise.search.loss import time_to_loss
     from shardwise.search.whynot import why_not
     from shardwise.view.review import Told
 
     job, critical = asked.job, critical_batch_tokens
-    with terminal.working("explain"):
+    with terminal.working("explain"), no_collection():
         return Told(
             explanation=explain(job, found, limits) if found.best else None,
             nothing=None if found.best else nothing_fits(job, found),

@@ -18,6 +18,7 @@ from shardwise.schedule import (
     fault,
     pairs,
     parse,
+    placement,
     possible,
     splits_weight_gradient,
     virtual_stages,
@@ -44,6 +45,12 @@ def in_flight(schedule: Schedule, rank: int) -> int:
     releases = (Op.W, Op.BW)
     change = (1 if a.op is Op.F else -1 if a.op in releases else 0 for a in schedule.rows[rank])
     return max(accumulate(change))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_stages_lie_where_every_table_has_them(name: str) -> None:
+    for pp, m in ((2, 1), (4, 3), (6, 20)):
+        assert build(name, pp, m).placement == placement(name, pp)
 
 
 @pytest.mark.golden
