@@ -20,14 +20,15 @@ def shard_blocks(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Matching views of the whole parameter and of its padded shards `parts` [shards, rows * columns].
 
-    Whole blocks of `rows` come first, then the block that the padding fills up; empty shards have no view.
+    `whole` may be anything with the parameter's rows. Whole blocks of `rows` come first, then the block that the
+    padding fills up; empty shards have no view.
     """
-    rows, columns = record.rows, record.columns
-    flat = whole.reshape(record.shape[0], columns)
-    cut = parts.unflatten(1, (rows, columns))
+    rows = record.rows
+    flat = whole.reshape(record.shape[0], -1)
+    cut = parts.unflatten(1, (rows, record.columns))
     full, rest = divmod(record.shape[0], rows)
     if full:
-        yield flat[: full * rows].view(full, rows, columns), cut[:full]
+        yield flat[: full * rows].unflatten(0, (full, rows)), cut[:full]
     if rest:
         yield flat[full * rows :], cut[full, :rest]
 
@@ -53,6 +54,20 @@ class Slot:
         """Add one micro-batch's gradient [shape of the parameter], in the buffer's dtype."""
         for mine, parts in shard_blocks(self.record, gradient, self.destination()):
             parts.add_(mine)
+
+    def add_product(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
+        """Add gradient^T x; gradient [T, n], x [T, m]. Where no cast is needed the product is summed where it lands."""
+        buffer, rows = self.destination(), gradient.t()
+        if buffer.dtype != x.dtype:
+            self.add(torch.mm(rows, x))
+            return
+        for mine, parts in shard_blocks(self.record, rows, buffer):
+            if mine.dim() == 2:
+                parts.addmm_(mine, x)
+            elif len(mine) == 1:
+                parts[0].addmm_(mine[0], x)
+            else:
+                parts.baddbmm_(mine, x.expand(len(mine), *x.shape))
 
 
 Entry = Callable[[], None]

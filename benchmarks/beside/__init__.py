@@ -1,0 +1,1 @@
+"""Our runtime and torch's own, side by side in the same processes."""
