@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwise.train.options import KEEP, SAVE_EVERY
+from shardwise.view import options as given
 from shardwise.view import terminal
 from shardwise.view import training_options as at
 from shardwise.view.asking import (
@@ -23,44 +24,12 @@ from shardwise.view.asking import (
     read_plan_request,
     read_planning,
     read_ranks,
+    read_recipe,
     read_request,
     read_table,
     runnable,
 )
 from shardwise.view.finding import elsewhere, in_convention, review, search, tell
-from shardwise.view.options import (
-    AllLevels,
-    AllStacks,
-    Batch,
-    BatchTokens,
-    CriticalBatch,
-    Csv,
-    Debug,
-    Forbids,
-    Imbalance,
-    Json,
-    Kept,
-    LayoutText,
-    MfuName,
-    MicroBatches,
-    Named,
-    On,
-    OnlyRunnable,
-    Output,
-    Pins,
-    PlanFile,
-    PrecisionName,
-    Ranks,
-    ScoreFile,
-    Seq,
-    Shown,
-    ShownRank,
-    StackName,
-    Stages,
-    Steps,
-    Subject,
-    WhyNot,
-)
 from shardwise.view.terminal import CHECK_FAILED, NOTHING_FITS, guard
 
 app = typer.Typer(
@@ -77,24 +46,26 @@ app = typer.Typer(
 
 @app.command()
 def fit(
-    subject: Shown,
-    on: On = None,
-    seq: Seq = None,
-    batch: Batch = None,
-    batch_tokens: BatchTokens = None,
-    precision: PrecisionName = None,
-    stack: StackName = None,
-    imbalance: Imbalance = None,
-    layout: LayoutText = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    subject: given.Shown,
+    on: given.On = None,
+    seq: given.Seq = None,
+    batch: given.Batch = None,
+    batch_tokens: given.BatchTokens = None,
+    precision: given.PrecisionName = None,
+    stack: given.StackName = None,
+    imbalance: given.Imbalance = None,
+    optimizer: given.OptimizerName = None,
+    layout: given.LayoutText = None,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
 ) -> None:
     """Does it fit?
 
     Answers for a given layout, or for the fastest of all: shardwise fit llama-3.1-8b --on 8xh100
     """
     with guard(debug):
-        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance))
+        wishes = Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, optimizer=optimizer)
+        asked = read_request(subject, wishes)
         found = search(asked, 1) if asked.layout is None else None
         layouts = [legal(asked)] if found is None else [best.layout for best in found.best[:1]]
         of = review(asked.job, layouts[0], detailed=False) if layouts else None
@@ -110,22 +81,23 @@ def fit(
 
 @app.command()
 def plan(
-    subject: Subject,
-    on: On = None,
-    seq: Seq = None,
-    batch: Batch = None,
-    batch_tokens: BatchTokens = None,
-    precision: PrecisionName = None,
-    stack: StackName = None,
-    imbalance: Imbalance = None,
-    pin: Pins = None,
-    forbid: Forbids = None,
-    only_runnable: OnlyRunnable = False,
-    critical_batch: CriticalBatch = None,
-    why_not: WhyNot = None,
-    output: Output = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    subject: given.Subject,
+    on: given.On = None,
+    seq: given.Seq = None,
+    batch: given.Batch = None,
+    batch_tokens: given.BatchTokens = None,
+    precision: given.PrecisionName = None,
+    stack: given.StackName = None,
+    imbalance: given.Imbalance = None,
+    optimizer: given.OptimizerName = None,
+    pin: given.Pins = None,
+    forbid: given.Forbids = None,
+    only_runnable: given.OnlyRunnable = False,
+    critical_batch: given.CriticalBatch = None,
+    why_not: given.WhyNot = None,
+    output: given.Output = None,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
 ) -> None:
     """Which layout trains fastest?
 
@@ -133,7 +105,7 @@ def plan(
     """
     with guard(debug):
         read_output(output)
-        wishes = Wishes(on, seq, batch, batch_tokens, precision, why_not, stack, imbalance)
+        wishes = Wishes(on, seq, batch, batch_tokens, precision, why_not, stack, imbalance, optimizer=optimizer)
         asked, limits, critical = read_planning(
             subject, wishes, SearchWishes(pin, forbid, only_runnable, critical_batch)
         )
@@ -157,22 +129,23 @@ def plan(
 
 @app.command()
 def show(
-    subject: Shown,
-    on: On = None,
-    seq: Seq = None,
-    batch: Batch = None,
-    batch_tokens: BatchTokens = None,
-    precision: PrecisionName = None,
-    stack: StackName = None,
-    imbalance: Imbalance = None,
-    layout: LayoutText = None,
-    mfu: MfuName = None,
-    stacks: AllStacks = False,
-    levels: AllLevels = False,
-    rank: ShownRank = 0,
-    output: Kept = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    subject: given.Shown,
+    on: given.On = None,
+    seq: given.Seq = None,
+    batch: given.Batch = None,
+    batch_tokens: given.BatchTokens = None,
+    precision: given.PrecisionName = None,
+    stack: given.StackName = None,
+    imbalance: given.Imbalance = None,
+    optimizer: given.OptimizerName = None,
+    layout: given.LayoutText = None,
+    mfu: given.MfuName = None,
+    stacks: given.AllStacks = False,
+    levels: given.AllLevels = False,
+    rank: given.ShownRank = 0,
+    output: given.Kept = None,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
 ) -> None:
     """What does this layout cost?
 
@@ -181,7 +154,8 @@ def show(
     """
     with guard(debug):
         read_output(output)
-        asked = read_request(subject, Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, mfu))
+        wishes = Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, mfu, optimizer)
+        asked = read_request(subject, wishes)
         if asked.layout is None:
             raise InputError(
                 ['--layout: missing, for example --layout "tp=8 pp=2 dp=4 mb=1"; `plan` finds the best one']
@@ -194,7 +168,7 @@ def show(
         from shardwise.view import data, pages
 
         if output is not None:
-            write(Plan(asked.job, of.layout, results=data.show_results(of)), output)
+            write(Plan(asked.job, of.layout, asked.train, data.show_results(of)), output)
         written = None if output is None else str(output)
         terminal.emit(
             as_json,
@@ -204,7 +178,9 @@ def show(
 
 
 @app.command()
-def models(name: Named = None, seq: Seq = None, as_json: Json = False, debug: Debug = False) -> None:
+def models(
+    name: given.Named = None, seq: given.Seq = None, as_json: given.Json = False, debug: given.Debug = False
+) -> None:
     """Which models are known?
 
     The catalogue, or one model, config.json or folder in detail: shardwise models llama-3.1-8b
@@ -221,7 +197,7 @@ def models(name: Named = None, seq: Seq = None, as_json: Json = False, debug: De
 
 
 @app.command()
-def clusters(name: Named = None, as_json: Json = False, debug: Debug = False) -> None:
+def clusters(name: given.Named = None, as_json: given.Json = False, debug: given.Debug = False) -> None:
     """Which accelerators are known?
 
     All of them, one, or a cluster as it is understood: shardwise clusters 64x8xh100
@@ -238,12 +214,12 @@ def clusters(name: Named = None, as_json: Json = False, debug: Debug = False) ->
 
 @app.command()
 def schedules(
-    name: Named = None,
-    pp: Stages = 4,
-    micro_batches: MicroBatches = 8,
-    as_csv: Csv = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    name: given.Named = None,
+    pp: given.Stages = 4,
+    micro_batches: given.MicroBatches = 8,
+    as_csv: given.Csv = False,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
 ) -> None:
     """Which pipeline schedules are known?
 
@@ -263,7 +239,7 @@ def schedules(
 
 
 @app.command()
-def rules(as_json: Json = False, debug: Debug = False) -> None:
+def rules(as_json: given.Json = False, debug: given.Debug = False) -> None:
     """What must a layout keep?
 
     Every rule by the id under which it is broken.
@@ -275,7 +251,9 @@ def rules(as_json: Json = False, debug: Debug = False) -> None:
 
 
 @app.command()
-def prove(path: PlanFile, rank: Ranks = None, as_json: Json = False, debug: Debug = False) -> None:
+def prove(
+    path: given.PlanFile, rank: given.Ranks = None, as_json: given.Json = False, debug: given.Debug = False
+) -> None:
     """Is the plan true?
 
     Runs the real training code of one rank on fake tensors, without the memory that it would need, and compares its
@@ -306,47 +284,57 @@ def prove(path: PlanFile, rank: Ranks = None, as_json: Json = False, debug: Debu
 
 @app.command("train")
 def train_(
-    path: PlanFile,
-    steps: Steps = None,
+    path: given.PlanFile,
+    steps: given.Steps = None,
     data: at.DataFile = None,
     tokenizer: at.TokenizerFile = None,
+    init_from: at.InitFrom = None,
     save: at.Save = None,
     save_every: at.SaveEvery = SAVE_EVERY,
     keep: at.Keep = KEEP,
     resume: at.Resume = None,
-    warmup: at.Warmup = 0,
-    decay: at.Decay = "constant",
-    floor: at.Floor = 0.0,
+    learning_rate: at.LearningRate = None,
+    warmup: at.Warmup = None,
+    decay: at.Decay = None,
+    floor: at.Floor = None,
     metrics: at.Metrics = None,
     profile: at.Profile = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
 ) -> None:
     """Do it.
 
     Trains on processes of this machine, one a rank, or joins the ranks of torchrun: shardwise train examples/tiny.toml
     --save runs/a, and on any other layout: shardwise train other.toml --resume runs/a
     """
-    from shardwise.plan.plan import load_plan
     from shardwise.train.environment import is_reporter
     from shardwise.view.review import Request
 
     with guard(debug, speaks=is_reporter()):
-        chosen = load_plan(path)
+        chosen = read_recipe(
+            path,
+            steps=steps,
+            data=data,
+            learning_rate=learning_rate,
+            warmup=warmup,
+            decay=decay,
+            floor=floor,
+        )
         runnable(Request(chosen.job, chosen.layout))
         from shardwise.train.data import DataError
         from shardwise.train.launch import RankFailed
         from shardwise.train.loop import WorldMismatchError, train
-        from shardwise.train.options import Options, Schedule, newest
+        from shardwise.train.optim import kernel_of
+        from shardwise.train.options import Options, newest
         from shardwise.view import training
 
         speaks = is_reporter() and not as_json
-        schedule = Schedule(warmup, decay, floor)
-        options = Options(data, tokenizer, save, save_every, keep, resume, metrics, profile, schedule)
+        options = Options(data, tokenizer, save, save_every, keep, resume, metrics, profile, init_from)
+        kernel = kernel_of(chosen.job.optimizer, "cpu" if chosen.job.cluster.device.name == "cpu" else "cuda")
+        opening = partial(terminal.line, training.opening(chosen, kernel, init_from)) if speaks else None
         try:
-            say = training.report_data if as_json else training.report_line
-            opening = partial(terminal.line, training.opening(chosen, data)) if speaks else None
-            done = train(chosen, steps, lambda of: terminal.line(say(of)), opening, options)
+            with training.telling(as_json) as tell_step:
+                done = train(chosen, None, tell_step, opening, options)
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:
@@ -358,7 +346,29 @@ def train_(
 
 
 @app.command()
-def score(file: ScoreFile = None, as_json: Json = False, debug: Debug = False) -> None:
+def export(
+    checkpoint: at.Checkpoint,
+    output: at.Folder,
+    dtype: at.Dtype = None,
+    as_json: given.Json = False,
+    debug: given.Debug = False,
+) -> None:
+    """Take the weights along.
+
+    Writes those of a checkpoint, whatever layout saved it, as transformers loads them: shardwise export runs/a -o hf
+    """
+    with guard(debug):
+        from shardwise.view import training
+
+        with terminal.working("export: loading torch") as say:
+            from shardwise.train.export import export as write_weights
+
+            done = write_weights(checkpoint, output, dtype, lambda name, n, of: say(f"export: {n} of {of}, {name}"))
+        terminal.emit(as_json, lambda: training.exported_data(done), lambda _: training.exported_page(done))
+
+
+@app.command()
+def score(file: given.ScoreFile = None, as_json: given.Json = False, debug: given.Debug = False) -> None:
     """How wrong are the predictions?
 
     Predicts every published run of a table and prints the errors by source; by default of the table that comes along.

@@ -94,6 +94,12 @@ class Mesh:
             number = number * degree + coordinates[axis]
         return number
 
+    def neighbours(self, rank: int, axis: str, n: int) -> tuple[int, ...]:
+        """Global ranks, ascending, of the n positions along `axis`, counted off from its first; `rank` is one."""
+        here = self.coordinates(rank)
+        first = here[axis] - here[axis] % n
+        return tuple(self.rank({**here, axis: first + i}) for i in range(n))
+
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Global ranks, ascending, that share every coordinate of `rank` but those of `axes`."""
         here = self.coordinates(rank)

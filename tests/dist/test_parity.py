@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.mesh import Axes
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
+from shardwise.plan.shards import COPIES, gradient_moves
+from shardwise.train import unit
 from shardwise.train.threads import run_threads
-from tests.support.front import NAMES, Case, cases
+from tests.support.front import NAMES, ODD, TWICE, Case, cases, odd
 from tests.support.models import job, tiny
 from tests.support.parity import assert_parity, run_rank
 
@@ -24,6 +27,12 @@ def check(layout: Layout, work: Job, masked: bool) -> None:
 @pytest.mark.parametrize("case", cases(8, NAMES), ids=str)
 def test_a_composition_of_the_front_equals_one_process(case: Case) -> None:
     check(case.layout, case.job(), masked=False)
+
+
+@pytest.mark.parametrize("micro_batches", ODD)
+@pytest.mark.parametrize("text", TWICE)
+def test_an_odd_number_of_micro_batches_on_two_copies_equals_one_process(text: str, micro_batches: int) -> None:
+    check(*odd(text, micro_batches), masked=micro_batches > 1)
 
 
 AWKWARD = {
@@ -66,11 +75,11 @@ def test_more_than_two_stages_a_rank_equal_one_process(text: str) -> None:
     check(layout, work, masked=True)
 
 
-def test_the_harness_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropping one reduction (norm gradients under sequence parallelism) must fail, or the harness proves nothing."""
-    from shardwise.plan.shards import Storage
-
-    monkeypatch.setattr(Storage, "partial_numel", property(lambda self: 0))
+@pytest.mark.parametrize("axes", [("tp",), COPIES])
+def test_the_harness_sees_a_wrong_gradient(axes: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping one reduction (norm gradients under sequence parallelism, those of kv heads that two ranks hold) must
+    fail, or the harness proves nothing."""
+    monkeypatch.setattr(unit, "gradient_moves", lambda *of: [m for m in gradient_moves(*of) if m.axes != axes])
     layout = parse("tp=2 mb=2")
     with pytest.raises(AssertionError, match=r"norm|differ"):
-        check(layout, job(tiny(3), "2xcpu"), masked=False)
+        check(layout, job(tiny(3, kv_heads=1), "2xcpu"), masked=False)

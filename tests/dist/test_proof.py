@@ -8,7 +8,7 @@ import torch
 from shardwise.plan.layout import parse
 from shardwise.prove.compare import Proof
 from shardwise.prove.dryrun import prove_rank
-from tests.support.front import NAMES, Case, cases
+from tests.support.front import NAMES, ODD, TWICE, Case, cases, odd
 from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
@@ -30,6 +30,15 @@ def test_a_composition_of_the_front_is_proved(case: Case, precision: str) -> Non
     work, world = case.job(precision), case.layout.world_size
     for rank in sorted({0, world // 2, world - 1}):
         assert_proved(prove_rank(work, case.layout, rank, tensors="real"))
+
+
+@pytest.mark.parametrize("micro_batches", [*ODD, 31])
+@pytest.mark.parametrize("text", TWICE)
+def test_an_odd_number_of_micro_batches_on_two_copies_is_proved(text: str, micro_batches: int) -> None:
+    """On every rank."""
+    layout, work = odd(text, micro_batches, "bf16")
+    for rank in range(layout.world_size):
+        assert_proved(prove_rank(work, layout, rank, tensors="real"))
 
 
 @pytest.mark.parametrize("pp", [2, 4])

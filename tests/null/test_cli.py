@@ -121,7 +121,7 @@ def test_json_is_json(words: tuple[str, ...]) -> None:
     result = run(*words, "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert found["optimizer"] == "AdamW"
+    assert found["optimizer"] == "adamw"
     assert found["mfu_convention"]
 
 

@@ -69,7 +69,7 @@ def test_every_layout_of_a_runnable_ranking_runs_here() -> None:
     asked = Job(load_model("llama-3.1-70b"), parse_cluster("8x8xh100"), 8192, 64)
     assert layouts(found)
     assert [text for text in layouts(found) if runs_here(parse(text), asked)] == []
-    assert run(*SMALL, "--runnable", "--pin", "recompute=act").exit_code == 3
+    assert run(*SMALL, "--runnable", "--pin", "cp=2").exit_code == 3
 
 
 @pytest.mark.parametrize("verb", ["prove", "train"])
@@ -77,7 +77,7 @@ def test_every_layout_of_a_runnable_ranking_runs_here() -> None:
     ("options", "rules"),
     [
         (("--layout", "cp=2 dp=4 zero=1 mb=1"), ("runs-context",)),
-        (("--layout", "cp=2 pp=4 schedule=zb-v mb=1 recompute=act"), ("runs-context", "runs-recompute")),
+        (("--layout", "cp=2 pp=2 dp=2 mb=1 order=dp"), ("runs-context", "runs-order")),
         (("--layout", MINE, "--stack", "megatron"), ("runs-stack",)),
         (("--layout", MINE, "--precision", "fp8"), ("runs-precision",)),
     ],

@@ -40,6 +40,18 @@ def test_groups_partition_the_world(degrees: tuple[int, ...], axes: set[str]) ->
         assert len(rest) == 1
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_neighbours_are_counted_off(n: int) -> None:
+    mesh = Mesh((("pp", 2), ("tp", 4), ("in", 3)))
+    runs = {mesh.neighbours(rank, "tp", n) for rank in range(24)}
+    assert sorted(rank for run in runs for rank in run) == list(range(24))
+    for run in runs:
+        places = [mesh.coordinates(rank) for rank in run]
+        assert [p["tp"] for p in places] == list(range(places[0]["tp"], places[0]["tp"] + n))
+        assert len({(p["pp"], p["in"]) for p in places}) == 1
+        assert places[0]["tp"] % n == 0
+
+
 def test_tensor_parallel_ranks_are_neighbours_and_stages_lie_farthest_apart() -> None:
     mesh = mesh_of((16, 1, 128, 1, 8))  # Llama 3 405B on 16,384 devices: pp, dp_replicate, dp_shard, cp, tp
     assert mesh.group(8000, ["tp"]) == tuple(range(8000, 8008))

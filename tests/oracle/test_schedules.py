@@ -1,7 +1,9 @@
-"""Orders and CSV form of the schedules against torch.distributed.pipelining's own generators (seen in 2.13).
+"""Orders and CSV form of the schedules against torch.distributed.pipelining's own generators (seen in 2.11 and 2.13).
 
 Those run on mocked stages, without a process group. torch fills the slots in which it expects a rank to wait with
-None; the order of the actions is what runs, so that is compared: action by action on each rank.
+None; the order of the actions is what runs, so that is compared: action by action on each rank. torch has no ZB-H2
+and no DualPipe of two copies, and we generate neither its looped breadth-first order nor its interleaved zero bubble
+of several stages a rank: those are loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ Order = list[list[str]]
 """[rank] the cells that torch would write, without those that wait."""
 
 SIZES = [(pp, m) for pp in (1, 2, 3, 4, 6, 8) for m in (1, 2, 3, 5, 8, 12, 16, 17, 24)]
+SIZES += [(16, 16), (16, 32), (16, 40), (16, 64)]
 
 
 def generator(name: str, pp: int, m: int, virtual: int) -> Any:
@@ -42,7 +45,7 @@ def generator(name: str, pp: int, m: int, virtual: int) -> Any:
 def padded(name: str, pp: int, m: int, virtual: int) -> list[list[str]]:
     """torch's table with empty cells for ranks that wait; the reductions that it adds at the end are no compute."""
     schedule = generator(name, pp, m, virtual)
-    order = schedule._get_pipeline_order() if virtual == 1 else schedule.pipeline_order
+    order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
     cells = [["" if a is None else str(a) for a in order[rank]] for rank in range(pp)]
     return [[cell for cell in row if "REDUCE_GRAD" not in cell] for row in cells]
 
@@ -87,6 +90,12 @@ def test_interleaved_of_other_counts(pp: int, m: int) -> None:
             for kind in "FB":
                 mine, theirs = ([c for c in row if c.startswith(f"{stage}{kind}")] for row in (one, other))
                 assert mine == theirs
+
+
+@pytest.mark.parametrize(("pp", "m"), [(pp, m) for pp, m in SIZES if m % max(1, m // pp) == 0])
+def test_zb_h1(pp: int, m: int) -> None:
+    """torch's interleaved zero bubble with one stage a rank. It refuses counts that make no equal groups."""
+    assert ours("zb-h1", pp, m) == torchs("ScheduleInterleavedZeroBubble", pp, m, 1)
 
 
 @pytest.mark.parametrize(("pp", "m"), SIZES)
@@ -143,6 +152,12 @@ def test_torchs_zb1p_table_loads() -> None:
 def test_what_torch_writes_is_loaded(name: str, theirs: str, virtual: int) -> None:
     found, expected = load(written(theirs, 4, 12, virtual), 4), build(name, 4, 12)
     assert (found.rows, found.placement, found.overlaps) == (expected.rows, expected.placement, expected.overlaps)
+
+
+@pytest.mark.parametrize("name", ["ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"])
+def test_what_we_do_not_generate_is_loaded_in_torchs_order(name: str) -> None:
+    schedule = load(written(name, 4, 12, 3), 4)
+    assert [line.split(",") for line in dump(schedule).splitlines()] == torchs(name, 4, 12, 3)
 
 
 @pytest.mark.parametrize("name", ["interleaved:2", "zb-v", "dualpipe-v"])

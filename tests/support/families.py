@@ -15,7 +15,6 @@ from shardwise.model.spec import Model
 from shardwise.plan import runs
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
-from shardwise.plan.shards import Record
 from shardwise.train.comm import Comm
 from shardwise.train.hf_weights import Source, sources
 from shardwise.train.rank import Rank, build_rank
@@ -46,6 +45,9 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True}
+_ODD = {"num_key_value_heads": 1, "vocab_size": 41}
+"""What tensor parallelism copies, and pads."""
+
 _GPT2: Config = {
     "model_type": "gpt2",
     "n_embd": 64,
@@ -82,6 +84,18 @@ CONFIGS: dict[str, Config] = {
         "final_logit_softcapping": 0.5,
     },
     "gemma3_text": {"model_type": "gemma3_text", **_PLAIN, **_GEMMA, "sliding_window_pattern": 2},
+    "qwen2, one kv head": {"model_type": "qwen2", **_PLAIN, **_ODD, "tie_word_embeddings": True},
+    "qwen3, biases, one kv head": {"model_type": "qwen3", **_PLAIN, **_ODD, "head_dim": 8, "attention_bias": True},
+    "olmo2, one kv head": {"model_type": "olmo2", **_PLAIN, **_ODD},
+    "gemma2, low caps, one kv head": {
+        "model_type": "gemma2",
+        **_PLAIN,
+        **_ODD,
+        **_GEMMA,
+        "attn_logit_softcapping": 0.7,
+        "final_logit_softcapping": 0.5,
+    },
+    "gpt2, odd vocabulary": {**_GPT2, "vocab_size": 41},
     "gpt2": _GPT2,
     "gpt2, untied, exact GELU": {**_GPT2, "tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 80},
 }
@@ -140,10 +154,6 @@ def value_of(source: Source, state: Tensors) -> torch.Tensor:
     return whole.chunk(source.parts)[source.part].contiguous()
 
 
-def local(whole: torch.Tensor, record: Record, tp: int, index: int) -> torch.Tensor:
-    return whole if record.tp_dim is None else whole.chunk(tp, record.tp_dim)[index]
-
-
 def job_of(config: Config, layout: Layout, precision: str) -> Job:
     return job(model_of(config), f"{layout.world_size}xcpu", seq_len=SEQ_LEN, batch=BATCH, precision=precision)
 
@@ -151,9 +161,9 @@ def job_of(config: Config, layout: Layout, precision: str) -> Job:
 def runtime(work: Job, layout: Layout, comm: Comm, state: Tensors) -> Rank:
     """A rank of the runtime that holds these weights."""
     rank = build_rank(work, layout, comm, Labels(), seed=None)
-    table, tp, index = sources(work.model), rank.world.size("tp"), rank.world.index("tp")
+    table, index = sources(work.model), rank.world.index("tp")
     for held in rank.states.values():
-        values = {r.name: local(value_of(table[r.name], state), r, tp, index) for r in held.storage.records}
+        values = {r.name: value_of(table[r.name], state)[r.box(index)] for r in held.storage.records}
         held.load({name: value.to(held.wide) for name, value in values.items()})
     return rank
 

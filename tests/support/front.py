@@ -10,13 +10,24 @@ from dataclasses import dataclass
 from shardwise import schedule as schedules
 from shardwise.model.spec import Model
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout, split_of
+from shardwise.plan.layout import Layout, parse, split_of
 from shardwise.plan.rules import findings
-from shardwise.plan.runs import RECOMPUTE, runs_here
+from shardwise.plan.runs import runs_here
 from tests.support.models import job, tiny
 
 NAMES = tuple(name.replace(":V", ":2") for name in schedules.NAMES)
 HELD_ONCE = tuple(name for name in NAMES if schedules.copies(name) == 1)
+ODD = (1, 3, 5, 7)
+"""Micro-batches that two copies of the weights do not share evenly: their ranks end a stage at different places."""
+
+TWICE = (
+    "pp=2 schedule=dualpipe mb=1",
+    "pp=4 schedule=dualpipe mb=1 recompute=full",
+    "tp=2 pp=2 schedule=dualpipe mb=1",
+    "pp=2 dp=2 zero=1 schedule=dualpipe mb=1",
+    "pp=2 dp=2 zero=3 schedule=dualpipe mb=1",
+)
+
 ALL = 4
 """Up to so many ranks every composition is taken."""
 
@@ -24,6 +35,10 @@ MEETING = 4
 """Beyond, each set of so many choices that some layout combines."""
 
 BATCH = 8
+
+SOME = "norm,act,core"
+RECOMPUTE = ("none", "full", SOME)
+"""Nothing, whole layers, and every op that can be computed again by itself; fewer of them are `test_recompute.py`'s."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,15 @@ class Case:
 
     def __str__(self) -> str:
         return str(self.layout) + (" tied" if self.tied else "")
+
+
+def odd(text: str, micro_batches: int, precision: str = "fp64") -> tuple[Layout, Job]:
+    """One of TWICE, and a job with so many micro-batches."""
+    layout = parse(text)
+    model = tiny(layers_for(layout), tied=True)
+    work = job(model, f"{layout.world_size}xcpu", batch=micro_batches * layout.dp * layout.mb, precision=precision)
+    assert work.micro_batches(layout) == micro_batches
+    return layout, work
 
 
 def layers_for(layout: Layout) -> int:
@@ -78,10 +102,14 @@ def micro_batch(dp: int, pp: int) -> int:
 
 
 def cases(most: int, names: tuple[str, ...] = HELD_ONCE) -> list[Case]:
-    """Compositions of these schedules on 1, 2, 4 .. `most` ranks, tied and not; each is legal and runs."""
+    """Compositions of these schedules on 1, 2, 4 .. `most` ranks, tied and not; each is legal and runs.
+
+    Ops that are computed again by themselves lie in layers, so they are not taken with tied ends as well.
+    """
     found: list[Case] = []
     for ranks in (2**i for i in range(most.bit_length())):
-        every = [Case(layout, tied) for layout in layouts(ranks, names) for tied in (False, True)]
+        pairs = itertools.product(layouts(ranks, names), (False, True))
+        every = [Case(layout, tied) for layout, tied in pairs if not (tied and layout.recompute == SOME)]
         found += every if ranks <= ALL else meeting(every)
     for case in found:
         broken = [*findings(case.layout, case.job()), *runs_here(case.layout, case.job())]

@@ -9,7 +9,13 @@ from shardwise.plan.job import PRECISIONS, Job
 
 
 def tiny(
-    layers: int = 4, tied: bool = False, hidden: int = 32, ffn: int = 48, vocab: int = 40, kv_heads: int = 8
+    layers: int = 4,
+    tied: bool = False,
+    hidden: int = 32,
+    ffn: int = 48,
+    vocab: int = 40,
+    kv_heads: int = 8,
+    loops: int = 1,
 ) -> Model:
     """8 heads of 4, 8 kv heads: every tp up to 8 is legal. Rows do not divide evenly into every number of shards."""
     return from_config(
@@ -24,6 +30,7 @@ def tiny(
             "vocab_size": vocab,
             "tie_word_embeddings": tied,
             "rms_norm_eps": 1e-5,
+            "num_loops": loops,
         },
         "tiny",
     )

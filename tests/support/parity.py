@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,25 +76,35 @@ def whole_weights(model: Model, seed: int = 0) -> Tensors:
     for unit in model.units():
         for p in unit.block.parameters:
             shape = tuple(model.dims[d] for d in p.dims)
-            record = Record(logical_name(model, unit, p), shape, p.tp_dim, False, shape[0], 0)
-            weights[record.name] = initial_values(model, record, 1, 0, seed)
+            record = Record(logical_name(model, unit, p), shape, shape, p.tp_dim, False, shape[0], 0)
+            weights[record.name] = initial_values(model, record, 0, seed)
     return weights
 
 
+def torchs(name: str, weights: Iterable[torch.Tensor], s: OptimizerSettings = SETTINGS) -> torch.optim.Optimizer:
+    """torch's optimizer of that name over whole parameters; vectors are not decayed."""
+    every = list(weights)
+    vectors, matrices = [w for w in every if w.ndim == 1], [w for w in every if w.ndim > 1]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
+    if name == "adamw":
+        return torch.optim.AdamW(
+            groups,
+            lr=s.learning_rate,
+            betas=s.betas,
+            eps=s.eps,
+            weight_decay=s.weight_decay,
+            fused=False,
+            foreach=False,
+        )
+    momentum = s.momentum if name == "sgd-momentum" else 0.0
+    return torch.optim.SGD(groups, lr=s.learning_rate, momentum=momentum, weight_decay=s.weight_decay, foreach=False)
+
+
 @lru_cache(maxsize=8)
-def one_process(model: Model, seq_len: int, batch: int, masked: bool) -> Trace:
-    """Plain torch: autograd end to end, torch's clipping and AdamW."""
+def one_process(model: Model, seq_len: int, batch: int, masked: bool, optimizer_name: str = "adamw") -> Trace:
+    """Plain torch: autograd end to end, torch's clipping and optimizer."""
     weights = {n: w.clone().requires_grad_() for n, w in whole_weights(model).items()}
-    vectors = [w for w in weights.values() if w.ndim == 1]
-    matrices = [w for w in weights.values() if w.ndim > 1]
-    s = SETTINGS
-    optimizer = torch.optim.AdamW(
-        [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
-        lr=s.learning_rate,
-        betas=s.betas,
-        eps=s.eps,
-        weight_decay=s.weight_decay,
-    )
+    optimizer = torchs(optimizer_name, weights.values())
     trace = Trace([], [], [], {})
     for ids, targets in batches(model.vocab, seq_len, batch, masked):
         optimizer.zero_grad()
@@ -101,7 +112,7 @@ def one_process(model: Model, seq_len: int, batch: int, masked: bool) -> Trace:
         loss.backward()
         trace.losses.append(loss.detach())
         trace.gradients.append({n: w.grad.clone() for n, w in weights.items() if w.grad is not None})
-        trace.norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), s.clip_norm))
+        trace.norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), SETTINGS.clip_norm))
         optimizer.step()
     trace.parameters.update({n: w.detach() for n, w in weights.items()})
     return trace
@@ -135,15 +146,12 @@ def pieces(state: UnitState, shard: torch.Tensor) -> list[Piece]:
     out: list[Piece] = []
     tp = state.world.index("tp")
     for r in state.storage.records:
-        first = min(state.index * r.rows, r.shape[0])
-        rows = min(r.rows, r.shape[0] - first)
-        flat = shard[r.offset : r.offset + r.shard_numel]
-        value = flat.view(r.rows, *r.shape[1:])[:rows].clone()
-        box = [slice(first, first + rows), *(slice(0, n) for n in r.shape[1:])]
-        if r.tp_dim is not None:
-            shift = tp * r.shape[r.tp_dim]
-            box[r.tp_dim] = slice(box[r.tp_dim].start + shift, box[r.tp_dim].stop + shift)
-        out.append(Piece(r.name, tuple(box), value))
+        rows, *others = r.box(tp)
+        first = min(rows.start + state.index * r.rows, rows.stop)
+        box = slice(first, min(first + r.rows, rows.stop)), *others
+        flat = shard[r.offset : r.offset + r.shard_numel].view(r.rows, *r.shape[1:])
+        held = tuple(slice(s.stop - s.start) for s in box)
+        out.append(Piece(r.name, box, flat[held].clone()))
     return out
 
 
@@ -170,7 +178,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 def assert_parity(traces: list[RankTrace], job: Job, masked: bool) -> None:
     """Loss, every gradient by name before clipping, norm, and parameters after three steps; replicas bit-equal."""
-    wanted = one_process(job.model, job.seq_len, job.global_batch, masked)
+    wanted = one_process(job.model, job.seq_len, job.global_batch, masked, job.optimizer.name)
     for step in range(STEPS):
         for rank, t in enumerate(traces):
             assert_close(t.losses[step], wanted.losses[step], f"loss of step {step} on rank {rank}")

@@ -25,7 +25,7 @@ def logits(model: Model, w: Weights, ids: torch.Tensor) -> torch.Tensor:
     x = F.embedding(ids, w["embedding.weight"])
     b, s, _ = x.shape
     for i in range(model.layers):
-        p = f"layers.{i}."
+        p = f"layers.{i % len(model.chain)}."
         n = F.rms_norm(x, (model.hidden,), w[p + "attention_norm.weight"], model.norm_eps)
         q, k, v = (
             F.linear(n, w[f"{p}attention.{c}.weight"]).view(b, s, -1, model.head_dim).transpose(1, 2) for c in "qkv"

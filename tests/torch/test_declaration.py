@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.collective import Labels
 from shardwise.model.spec import Cut, Model, TensorDesc
 from shardwise.plan.job import Job
-from shardwise.plan.layout import Layout, parse
-from shardwise.train import attention, ends, ops
+from shardwise.plan.layout import RECOMPUTED, Layout, parse
+from shardwise.train import again, attention, ends, ops
 from shardwise.train.comm import Comm
 from shardwise.train.rank import Rank, build_rank
 from shardwise.train.threads import run_threads
@@ -31,14 +33,17 @@ OPERATIONS = {
 """Each call of one of these is one op of a block."""
 
 
-def declared(model: Model, kind: str, cut: Cut) -> list[Saved]:
-    """(elements, bytes) of what each op of a block saves, in the order of the ops."""
+def declared(model: Model, kind: str, cut: Cut, recompute: str = "none") -> list[Saved]:
+    """(elements, bytes) of what each op of a block saves, in the order of the ops. What is computed again leaves its
+    results out, but for the output of attention."""
     block = next(b for b in model.blocks if b.kind == kind)
     values: dict[str, TensorDesc] = {d.name: d for d in block.inputs}
+    again = block.again(recompute)
+    left = {d.name for op in again if op.kind != "attention" for d in op.outputs}
     out: list[Saved] = []
     for op in block.ops:
         values |= {d.name: d for d in op.outputs}
-        descs = [values[name] for name in op.saves] + list(op.keeps)
+        descs = [values[name] for name in op.saves if name not in left] + list(op.keeps if op not in again else ())
         out.append([(cut.elements(model, d.dims), cut.bytes(model, d)) for d in descs])
     return out
 
@@ -49,6 +54,17 @@ class Trace(threading.local):
     def __init__(self) -> None:
         self.saved: Saved = []
         self.counts: list[int] = []
+
+    def hooks(self, pack: Callable[..., object], unpack: Callable[..., torch.Tensor]) -> saved_tensors_hooks:
+        """Hooks that note what stays a tensor."""
+
+        def noting(x: torch.Tensor) -> object:
+            packed = pack(x)
+            if isinstance(packed, torch.Tensor):
+                self.saved.append((x.numel(), x.numel() * SIZES[x.dtype]))
+            return packed
+
+        return saved_tensors_hooks(noting, unpack)
 
 
 @pytest.fixture
@@ -67,6 +83,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     for module, names in OPERATIONS.items():
         for name in names:
             monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    monkeypatch.setattr(again, "saved_tensors_hooks", trace.hooks)
     return trace
 
 
@@ -74,14 +91,9 @@ def executed(rank: Rank, unit: str, trace: Trace) -> list[Saved]:
     """(elements, bytes) that each op of the code saves: autograd's own account of what each node packs."""
     trace.saved, trace.counts = [], []
     module = rank.executor.modules[unit]
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        trace.saved.append((x.numel(), x.numel() * SIZES[x.dtype]))
-        return x
-
     x = torch.randn(rank.executor.shape, dtype=rank.executor.dtype).requires_grad_()
     ids = torch.zeros(rank.job.cut(rank.layout).tokens, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with trace.hooks(lambda x: x, lambda x: x):
         match module.unit.block.kind:
             case "embedding":
                 module.embedding(ids)
@@ -127,6 +139,26 @@ def test_every_op_of_every_family_saves_what_it_declares(name: str, text: str, p
     for found in run_threads(layout.world_size, rank):
         for kind, saves in found.items():
             wanted = declared(model, kind, work.cut(layout))
+            names = [op.name for op in model.block(kind).ops]
+            assert dict(zip(names, saves, strict=True)) == dict(zip(names, wanted, strict=True)), f"{kind} differs"
+
+
+@pytest.mark.parametrize("recompute", [",".join(s) for n in range(1, 4) for s in combinations(RECOMPUTED, n)])
+@pytest.mark.parametrize("name", families.named())
+def test_what_is_computed_again_leaves_what_it_declares(name: str, recompute: str, trace: Trace) -> None:
+    """Op by op, of every kind of layer."""
+    layout = parse(f"tp=2 mb=2 recompute={recompute}")
+    work = families.job_of(families.CONFIGS[name], layout, "bf16")
+    model = work.model
+    units = {u.block.kind: u.name for u in model.units() if u.block.recomputable}
+
+    def rank(comm: Comm) -> dict[str, list[Saved]]:
+        built = build_rank(work, layout, comm, Labels())
+        return {kind: executed(built, unit, trace) for kind, unit in units.items()}
+
+    for found in run_threads(layout.world_size, rank):
+        for kind, saves in found.items():
+            wanted = declared(model, kind, work.cut(layout), recompute)
             names = [op.name for op in model.block(kind).ops]
             assert dict(zip(names, saves, strict=True)) == dict(zip(names, wanted, strict=True)), f"{kind} differs"
 

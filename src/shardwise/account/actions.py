@@ -48,13 +48,19 @@ class Actions:
     def _around(
         self, op: Op, profile: Profile, p: int, before: str | None, after: str | None
     ) -> tuple[str | None, str | None]:
-        """Kinds of the units behind and ahead of unit `p` in the direction of the action."""
-        step = 1 if op is Op.F else -1
-        behind = profile[p - step] if 0 <= p - step < len(profile) else before
-        if not 0 <= p + step < len(profile):
-            return behind, after
-        ahead = profile[p + step]
-        return behind, ahead if reads(self.c.job.model, op, ahead) else None
+        """Kinds of the units behind and ahead of unit `p` in the direction of the action, None where one reads no
+        parameters; SAME where a looped layer has no other between two of its runs."""
+        step, model = 1 if op is Op.F else -1, self.c.job.model
+
+        def kind(place: int, beyond: str | None) -> str | None:
+            if not 0 <= place < len(profile):
+                return beyond
+            other = profile[place]
+            if other == profile[p] and model.count(other) == 1:
+                return SAME
+            return other if reads(model, op, other) else None
+
+        return kind(p - step, before), kind(p + step, after)
 
     def _of_unit(self, op: Op, profile: Profile, p: int, behind: str | None, ahead: str | None) -> Iterator[Moment]:
         """Moments of unit `p`: its parameters become ready, it computes, its gradient is reduced."""

@@ -15,7 +15,20 @@ from shardwise.model.spec import Unit
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
-from shardwise.plan.shards import TWINS, RankUnits, Storage, gradient_moves, placement, rank_units, tied_ranks
+from shardwise.plan.shards import (
+    COPIES,
+    TWINS,
+    GradientMove,
+    RankUnits,
+    Storage,
+    degrees,
+    gradient_moves,
+    kv_copies,
+    placement,
+    rank_units,
+    tied_ranks,
+    twin_move,
+)
 from shardwise.schedule.lowering import Do, Instruction
 from shardwise.schedule.table import P2P
 from shardwise.schedule.table import Op as Act
@@ -41,6 +54,8 @@ class _Predictor:
     def _ranks(self, axes: Axes) -> tuple[int, ...]:
         if axes == TWINS:
             return tuple(sorted(map(self.peer, self._twins(self.coordinates["pp"]))))
+        if axes == COPIES:
+            return self.mesh.neighbours(self.rank, "tp", int(kv_copies(self.job.model, degrees(self.layout))))
         dense = {axis for axis, _ in self.mesh.degrees}
         return (self.mesh if set(axes) <= dense else self.experts).group(self.rank, axes)
 
@@ -106,20 +121,28 @@ def _add_ring(p: _Predictor, module: str, phase: Phase, kind: Kind, payload: int
 
 
 def _add_storage(p: _Predictor, do: Do, storage: Storage, final: bool) -> None:
-    """Parameters gathered, gradients reduced: over the shards' axes first, then the shard over every other axis."""
+    """Parameters gathered, gradients reduced: over the shards' axes first, then the shard over every other axis, and in
+    the end over the ranks with a copy."""
     precision, layout = p.job.precision, p.layout
     compute, wide = precision.compute_bytes, p.job.gradient_bytes
     if do is Do.UNSHARD:
         payload = storage.padded_numel * compute
         p.add(storage.unit, Phase.UNSHARD, Kind.ALL_GATHER, storage.shard_axes, payload, precision.compute)
     elif do is Do.REDUCE:
-        for move in gradient_moves(storage, layout.zero, final):
-            p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, move.elements * wide, p.job.gradient_dtype)
+        _add_moves(p, storage, gradient_moves(storage, layout.zero, final))
+    elif do is Do.TWIN:
+        _add_moves(p, storage, [twin_move(storage)])
     elif do is Do.TIE and storage.tied is not None:
         ranks = tuple(map(p.peer, tied_ranks(p.job.model, layout)))
         key = Key(storage.unit, Phase.TIE, "tied")
         payload = storage.tied.shard_numel * wide
         p.ledger[Collective(key, Kind.ALL_REDUCE, ranks, payload, p.job.gradient_dtype)] += 1
+
+
+def _add_moves(p: _Predictor, storage: Storage, moves: list[GradientMove]) -> None:
+    for move in moves:
+        payload = move.elements * p.job.gradient_bytes
+        p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, payload, p.job.gradient_dtype)
 
 
 def _add_p2p(p: _Predictor, op: P2P) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise import schedule as schedules
 from shardwise.account.columns import by_recompute, distinct, spread, where
 from shardwise.account.units import UnitMemory, most, unit_memory
 from shardwise.mesh import communicators
@@ -19,7 +20,9 @@ from shardwise.model.families.forms import form_of
 from shardwise.model.spec import EMBEDDING, HEAD, Count, Cut, Model, Unit
 from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import EXPERTS, State, borrowed, ends_share_rank, storages
+from shardwise.plan.optimizer import ADAMW
+from shardwise.plan.shards import EXPERTS, State, borrowed, ends_share_rank, kv_copies, storages
+from shardwise.units import DTYPE_BYTES
 
 SAME = "same"
 """In place of a neighbour's kind: the very unit that runs."""
@@ -79,7 +82,7 @@ class Columns:
     micro_batches: Ints
     shared: bool
     groups: Ints
-    """communicators that a rank opens: of its collectives, of point-to-point, and at the ends of tied copies"""
+    """communicators that a rank opens: of its collectives, of point-to-point, and between copies of weights"""
 
     def spread(self, value: Count) -> Count:
         """What is known of every way, of every layout."""
@@ -145,17 +148,13 @@ class Columns:
         kinds = [kind for stage in held for kind in stage]
         c, w, wide, zero = self._compute, self._wide, self.job.precision.accumulate_bytes, self.zero
         aliased = (zero == 0) & (c == wide)
-        stack = self.job.stack.state
         parts: dict[str, Count] = {"parameters": 0, "gradients": 0, "optimizer": 0}
         for kind in dict.fromkeys(kinds):
             count = min(kinds.count(kind), self.job.model.count(kind) * len(held))
             for s in (self.storage[n] for n in self.uses(kind) if n.partition(".")[0] == kind):
                 weights = (zero < 3) * s.numel * (c + self.job.precision.cached_bytes)
                 gradients = where(zero < 2, s.padded, s.shard) * w
-                own = np.where(aliased, 2, 3) * s.shard * wide + s.parts * 4
-                stated = np.ceil(s.shard * stack.optimizer_bytes_per_parameter).astype(np.int64)
-                optimizer = stated if stack.optimizer_bytes_per_parameter else own
-                for name, size in zip(tuple(parts), (weights, gradients, optimizer), strict=True):
+                for name, size in zip(tuple(parts), (weights, gradients, self._optimizer(s, aliased)), strict=True):
                     parts[name] = parts[name] + count * size
         parts = {name: self.spread(value) for name, value in parts.items()}
         heads = kinds.count(HEAD)
@@ -166,6 +165,16 @@ class Columns:
         scalars = wide * (1 + heads * (self.micro_batches + 1))
         parts["tokens and tables"] = ends * self.data + tables + scalars
         return parts
+
+    def _optimizer(self, s: StorageColumns, aliased: Count) -> Count:
+        """Master copy, where it is not `aliased` to the weights, and states of one storage; or what the stack states
+        for AdamW, less the float32 states that this optimizer has not."""
+        kind, stated = self.job.optimizer, self.job.stack.state.optimizer_bytes_per_parameter
+        if stated:
+            lacking = DTYPE_BYTES["float32"] * (len(ADAMW.states) - len(kind.states))
+            return np.ceil(s.shard * max(0.0, stated - lacking)).astype(np.int64)
+        tensors = where(aliased, 0, 1) + len(kind.states)
+        return tensors * s.shard * self.job.precision.accumulate_bytes + s.parts * kind.counter_bytes
 
     def step_scratch(self, held: Held) -> Count:
         """Largest moment of the optimizer's step: ZeRO-1 and 2 gather the new parameters, unit by unit."""
@@ -195,7 +204,9 @@ class Columns:
 def columns_of(job: Job, batch: LayoutBatch) -> Columns:
     """The columns of layouts that share pp and schedule."""
     model, cut = job.model, job.cuts(batch)
-    shared = ends_share_rank(batch.names[int(batch.schedule.flat[0])], int(batch.pp.flat[0]))
+    name = batch.names[int(batch.schedule.flat[0])]
+    shared = ends_share_rank(name, int(batch.pp.flat[0]))
+    apart = model.tied and not shared, schedules.copies(name) > 1
 
     def memory(kind: str) -> UnitMemory:
         return UnitMemory(*by_recompute(batch, lambda way: _fields(unit_memory(model, kind, cut, way))))
@@ -213,7 +224,7 @@ def columns_of(job: Job, batch: LayoutBatch) -> Columns:
         job.global_batch // np.maximum(1, dp) * (job.seq_len // batch.cp) * 8,
         micro_batches,
         shared,
-        _communicators(batch, model.tied and not shared),
+        _communicators(batch, sum(apart), kv_copies(model, cut)),
     )
 
 
@@ -232,8 +243,10 @@ def _storage_columns(job: Job, batch: LayoutBatch, shared: bool) -> dict[str, St
     return found
 
 
-def _communicators(batch: LayoutBatch, tied_apart: bool) -> Ints:
-    """[..] how many a rank opens: asked once for each set of axes with more than one rank."""
+def _communicators(batch: LayoutBatch, apart: int, copies: Count) -> Ints:
+    """[..] how many a rank opens: asked once for each set of axes with more than one rank. `apart`: those between
+    pipeline ranks that hold copies, of a tied weight and of whole stages. Copies of kv heads have one of their own,
+    unless all tensor-parallel ranks hold the same."""
     axes: dict[str, Bools] = {
         "pp": batch.pp > 1,
         "dp_replicate": batch.dp_replicate > 1,
@@ -248,8 +261,8 @@ def _communicators(batch: LayoutBatch, tied_apart: bool) -> Ints:
     counts = np.zeros(1 << len(axes), dtype=np.int64)
     for value in np.unique(code).tolist():
         wide = [axis for i, axis in enumerate(axes) if value >> i & 1]
-        counts[value] = communicators(wide) + ("pp" in wide) * (1 + tied_apart)
-    return counts[code]
+        counts[value] = communicators(wide) + ("pp" in wide) * (1 + apart)
+    return counts[code] + ((copies > 1) & (copies < batch.tp))
 
 
 def unit_of(model: Model, kind: str) -> Unit:

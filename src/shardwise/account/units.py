@@ -3,8 +3,8 @@
 A unit runs on a detached input. Its forward keeps what its ops save; its backward walks the ops in reverse, frees what
 an op saved when the op is done, and makes the gradients of its inputs. With split gradients, every product keeps its
 input and its output's gradient until W. What is recomputed is not kept: it lives from its first reader in the backward
-to its own op. All sizes are bytes, or columns of them; peaks count everything the unit owns at that moment, its input
-and the incoming gradient among it.
+to its last (there is no dropout: nothing random is kept for it). All sizes are bytes, or columns of them; peaks count
+everything the unit owns at that moment, its input and the incoming gradient among it.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class _Tensors:
         sizes = [sum(self.cut.bytes(self.model, t) for t in m.tensors) + m.outputs * outputs for m in moments]
         return most([outputs, *sizes])
 
+    def running(self, op: Op, backward: bool, moments: tuple[Scratch, ...], outputs: Count) -> Count:
+        """What an op adds while it runs."""
+        return self.scratch(moments, outputs) + self.travelling(op, backward)
+
     def travelling(self, op: Op, backward: bool) -> Count:
         """What context parallelism adds to an attention: K and V of the next rank of the ring (and their gradients on
         the way, in the accumulation dtype), all heads' tokens, or all ranks' K and V."""
@@ -85,16 +89,46 @@ class _Tensors:
         return (cut.cp > 1) * ((kind == 0) * ring + (kind == 1) * exchanged + (kind == 2) * gathered)
 
     def saved_by(self, op: Op) -> set[str]:
-        return {self.owner[name] for name in op.saves} | {f"{op.name}.{k.name}" for k in op.keeps}
+        return {self.owner[name] for name in op.saves} | self.kept_by(op)
 
     def made_by(self, op: Op) -> set[str]:
         return {d.name for d in op.outputs if d.name != op.residual}
 
-    def remade_by(self, op: Op) -> set[str]:
-        """What an op that is recomputed leaves to the backward. Attention's output stays: it is the next product's
-        input, and only the core runs again (Korthikanti et al. 2205.05198, section 5)."""
-        made = set[str]() if op.kind == "attention" else self.made_by(op)
-        return made | {f"{op.name}.{k.name}" for k in op.keeps}
+    def kept_by(self, op: Op) -> set[str]:
+        return {f"{op.name}.{k.name}" for k in op.keeps}
+
+
+@dataclass(frozen=True, slots=True)
+class _Remade:
+    """An op that is computed again: the place of that backward that reads it first, and the storages that it needs.
+
+    `made`: storages that it makes, each with the place of the backward that reads it last.
+    """
+
+    op: Op
+    first: int
+    made: dict[str, int]
+    needs: set[str]
+
+
+def _remade(block: Block, tensors: _Tensors, again: tuple[Op, ...]) -> dict[int, _Remade]:
+    """By the place of the op. One whose output nobody reads makes what it keeps alone, of what it saved.
+
+    Attention's output stays: it is the next product's input, and only the core runs again (Korthikanti et al.
+    2205.05198, section 5).
+    """
+    found: dict[int, _Remade] = {}
+    for own, op in reversed(list(enumerate(block.ops))):
+        if op in again:
+            outputs = set[str]() if op.kind == "attention" else tensors.made_by(op)
+            readers = [i for i, o in enumerate(block.ops) if tensors.saved_by(o) & outputs]
+            readers += [later.first for later in found.values() if later.needs & outputs]
+            made = dict.fromkeys(tensors.kept_by(op), own)
+            if readers:
+                made |= dict.fromkeys(outputs, min(readers))
+            needs = {tensors.owner[n] for n in (op.inputs if readers else op.saves)}
+            found[own] = _Remade(op, max([own, *readers]), made, needs)
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +139,22 @@ class _Walk:
     alive: set[str]
 
 
-def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool, again: tuple[Op, ...]) -> _Walk:
+def _forward(block: Block, tensors: _Tensors, keep: bool, dead_tail: bool, again: dict[int, _Remade]) -> _Walk:
     """`dead_tail`: the last product is not computed, only its node is made; `again`: ops whose results are dropped."""
     alive = {tensors.owner[d.name] for d in block.inputs}
     pinned = set(alive)
-    dropped = set[str]().union(*(tensors.remade_by(op) for op in again))
+    dropped = set[str]().union(*(r.made for r in again.values()))
     last_use = {tensors.owner[n]: i for i, op in enumerate(block.ops) for n in op.inputs}
     last_use[tensors.owner[block.output.name]] = len(block.ops)
     peak = tensors.total(alive)
     for i, op in enumerate(block.ops):
-        made = tensors.made_by(op) | {f"{op.name}.{k.name}" for k in op.keeps}
+        made = tensors.made_by(op) | tensors.kept_by(op)
         if dead_tail and i == len(block.ops) - 1:
             made = set[str]()
         else:
-            beside = tensors.scratch(op.scratch_f, tensors.total(made)) + tensors.travelling(op, False)
-            peak = most([peak, tensors.total(alive) + beside])
+            peak = most([peak, tensors.total(alive) + tensors.running(op, False, op.scratch_f, tensors.total(made))])
         if keep:
-            pinned |= tensors.saved_by(op) | ({tensors.owner[n] for n in op.inputs} if op in again else set())
+            pinned |= tensors.saved_by(op) | (again[i].needs if i in again else set[str]())
         alive |= made
         alive = {s for s in alive if (s in pinned and s not in dropped) or last_use.get(s, -1) > i}
     return _Walk(peak, alive)
@@ -139,23 +172,33 @@ class _Backward:
     queue: list[tuple[Op, set[str]]]
 
 
-def _held(block: Block, tensors: _Tensors, again: tuple[Op, ...]) -> list[set[str]]:
+def _held(block: Block, tensors: _Tensors, again: dict[int, _Remade]) -> list[set[str]]:
     """Saved storages that live while the backward of the i-th op runs."""
-    saves = [
-        tensors.saved_by(op) | ({tensors.owner[n] for n in op.inputs} if op in again else set[str]())
-        for op in block.ops
-    ]
+    saves = [tensors.saved_by(op) | (again[i].needs if i in again else set[str]()) for i, op in enumerate(block.ops)]
     found = [set[str]().union(*saves[: i + 1]) for i in range(len(block.ops))]
-    for producer, op in enumerate(block.ops):
-        if op in again:
-            remade = tensors.remade_by(op)
-            last = max((i for i, saved in enumerate(saves) if saved & remade), default=producer)
-            for i, here in enumerate(found):
-                here.difference_update(remade) if not producer <= i <= last else here.update(remade)
+    for r in again.values():
+        for i, here in enumerate(found):
+            here.difference_update(r.made)
+            here.update(name for name, last in r.made.items() if last <= i <= r.first)
     return found
 
 
-def _backward(block: Block, tensors: _Tensors, split: bool, again: tuple[Op, ...]) -> _Backward:
+def _second_runs(tensors: _Tensors, again: list[_Remade], live: set[str]) -> Count:
+    """The largest moment of making these again, one after the other, where what they make is in `live` already.
+
+    Queries and keys are rotated too: that takes less than the backward of attention, which follows.
+    """
+    live = live.difference(*(r.made for r in again))
+    peak: Count = 0
+    for r in again:
+        made = tensors.made_by(r.op) | tensors.kept_by(r.op)
+        running = tensors.running(r.op, False, r.op.scratch_f, tensors.total(made))
+        peak = most([peak, tensors.total(live) + running])
+        live = live.union(r.made)
+    return peak
+
+
+def _backward(block: Block, tensors: _Tensors, split: bool, again: dict[int, _Remade]) -> _Backward:
     """The walk of B (`split`) or of BW. Gradients are storages too, added to `tensors`."""
     grads = {block.output.name: _gradient_of(block.output.name)}
     tensors.sizes[grads[block.output.name]] = 0 if block.kind == HEAD else tensors.sizes[block.output.name]
@@ -167,12 +210,12 @@ def _backward(block: Block, tensors: _Tensors, split: bool, again: tuple[Op, ...
     queued: set[str] = set()
     for i in reversed(range(len(block.ops))):
         op = block.ops[i]
-        base = tensors.total(held_saves[i] | inputs | live_grads | queued)
+        live = held_saves[i] | inputs | live_grads | queued
+        walk.peak = most([walk.peak, _second_runs(tensors, [r for r in again.values() if r.first == i], live)])
         incoming = {grads[d.name] for d in op.outputs if d.name in grads}
         made = _make_gradients(op, tensors, grads)
         moments = op.scratch_b if split and op.kind in PRODUCTS else op.scratch_b + op.scratch_w
-        beside = tensors.scratch(moments, tensors.total(made)) + tensors.travelling(op, True)
-        walk.peak = most([walk.peak, base + beside])
+        walk.peak = most([walk.peak, tensors.total(live) + tensors.running(op, True, moments, tensors.total(made))])
         if split and op.parameters:
             held = _queue_entry(op, tensors, grads)
             walk.queue.append((op, held))
@@ -227,13 +270,13 @@ def unit_memory(model: Model, kind: str, cut: Cut, recompute: str) -> UnitMemory
     before B; or the ops that are computed again by themselves. `cut` may hold columns."""
     block = model.block(kind)
     full = recompute == "full" and block.recomputable
-    again = () if full else block.again(recompute)
     tensors = _Tensors(model, block, cut)
+    again = _remade(block, tensors, () if full else block.again(recompute))
     source = tensors.total({tensors.owner[d.name] for d in block.inputs})
     forward = _forward(block, tensors, not full, False, again)
     output = tensors.sizes[block.output.name]
     remade = _Tensors(model, block, cut)
-    second = _forward(block, remade, True, not block.reruns_tail, ()).peak if full else 0
+    second = _forward(block, remade, True, not block.reruns_tail, {}).peak if full else 0
     whole, split = _backward(block, tensors, False, again), _backward(block, remade, True, again)
     gradient = 0 if kind == HEAD else output
     before = second + gradient if full else 0

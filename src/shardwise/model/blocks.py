@@ -88,6 +88,7 @@ def _rows(weight: str, mean: str, style: Norm) -> tuple[TensorDesc, ...]:
 
 def _norm(name: str, inputs: tuple[str, ...], outputs: tuple[TensorDesc, ...], residual: str | None, style: Norm) -> Op:
     rows = _rows("h", "t", style)
+    centre = (tensor("centre", "t", A),) if style.centred else ()
     return Op(
         name=name,
         kind="norm",
@@ -99,7 +100,7 @@ def _norm(name: str, inputs: tuple[str, ...], outputs: tuple[TensorDesc, ...], r
         residual=residual,
         scratch_f=(moment(tensor("y", "th", A, "cast")),),
         scratch_b=(
-            moment(tensor("normed", "th", A), tensor("g", "th", A), *rows, outputs=False),
+            moment(tensor("normed", "th", A), tensor("g", "th", A), *rows, *centre, outputs=False),
             moment(tensor("g", "th", A, "cast"), *rows),
         ),
     )
@@ -123,7 +124,7 @@ def column(name: str, source: TensorDesc, outputs: tuple[TensorDesc, ...], param
         gathers=True,
         scratch_f=(moment(tensor("x", whole, when="sp")),),
         scratch_b=(moment(tensor("dx", whole, when="sp")),),
-        scratch_w=(moment(tensor("x", whole, when="sp"), tensor("dw", widest.dims)),),
+        scratch_w=(moment(tensor("x", whole, when="sp"), tensor("dw", widest.dims, when="cast")),),
     )
 
 
@@ -140,7 +141,7 @@ def row(name: str, source: str, residual: str | None, output: str, parameters: t
         residual=residual,
         scratch_f=(moment(tensor("partial", "Th", when="sp")),),
         scratch_b=(moment(tensor("dy", "Th", when="sp")),),
-        scratch_w=(moment(tensor("dy", "Th", when="sp"), tensor("dw", parameters[0].dims)),),
+        scratch_w=(moment(tensor("dy", "Th", when="sp"), tensor("dw", parameters[0].dims, when="cast")),),
     )
 
 
@@ -160,7 +161,7 @@ def replicated(
         parameters=parameters,
         saves=sources,
         residual=residual,
-        scratch_w=(moment(tensor("dw", parameters[0].dims)),),
+        scratch_w=(moment(tensor("dw", parameters[0].dims, when="cast")),),
     )
 
 

@@ -96,7 +96,7 @@ def _router(source: str, bias: bool) -> Op:
         keeps=(tensor("probabilities", "tE", A), tensor("chosen", "c", I)),
         scratch_f=(moment(tensor("scores", "tE", A)),),
         scratch_b=(moment(tensor("dscores", "tE", A)),),
-        scratch_w=(moment(tensor("dscores", "tE", A), tensor("dw", "Eh")),),
+        scratch_w=(moment(tensor("dscores", "tE", A), tensor("dw", "Eh", when="cast")),),
     )
 
 
@@ -143,7 +143,7 @@ def _grouped(name: str, source: str, outputs: tuple[TensorDesc, ...], parameters
         outputs=outputs,
         parameters=parameters,
         saves=(source,),
-        scratch_w=(moment(tensor("dw", parameters[0].dims)),),
+        scratch_w=(moment(tensor("dw", parameters[0].dims, when="cast")),),
     )
 
 

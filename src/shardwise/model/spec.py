@@ -34,6 +34,9 @@ dense one."""
 TP_DIMS: Final = frozenset("qkbfvaruwosimngG")
 """Dims that tensor parallelism cuts. `t` is cut as well, under sequence parallelism alone."""
 
+KV_DIMS: Final = frozenset("kb")
+"""Of these the dims of kv heads, which are copied where tp is larger than their number."""
+
 EXPERT_DIMS: Final = frozenset("xXe")
 """Dims of routed experts: expert-tp cuts x and X, expert parallelism X and e."""
 
@@ -321,18 +324,22 @@ class Cut:
         return total
 
     def local(self, model: Model, dim: str) -> Count:
-        """Local size of a dim that is no token dim. kv heads are copied where tp is larger than their number, the
-        vocabulary is padded to a multiple of tp."""
+        """Local size of a dim that is no token dim. The vocabulary is padded to a multiple of tp."""
         if dim == "1":
             return 1
         size = model.sizes[dim]
-        if dim in "kb":
-            return size // (self.tp - (self.tp > model.kv_heads) * (self.tp - model.kv_heads))
+        if dim in KV_DIMS:
+            return size // self.kv_parts(model)
         if dim == "v":
             return -(-size // self.tp)
         if dim in TP_DIMS:
             return size // self.tp
         return size // {"x": self.etp, "X": self.ep * self.etp, "e": self.ep}.get(dim, 1)
+
+    def kv_parts(self, model: Model) -> Count:
+        """Parts into which tensor parallelism cuts kv heads: where tp is larger than their number each is one, copied
+        over neighbouring ranks."""
+        return self.tp - (self.tp > model.kv_heads) * (self.tp - model.kv_heads)
 
     def rows(self, model: Model, dim: str) -> Count:
         """Local size of a token dim, or the keys of a sequence."""

@@ -8,6 +8,7 @@ from shardwise.cluster.device import Cluster
 from shardwise.model.spec import Count, Cut, Model
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.layout import CP_KINDS, Layout
+from shardwise.plan.optimizer import ADAMW, OptimizerSpec
 from shardwise.plan.stack import SHARDWISE, Stack
 from shardwise.units import DTYPE_BYTES, format_count
 
@@ -46,8 +47,8 @@ PRECISIONS = {
     "fp8": Precision("fp8", "bfloat16", "float32", "float8_e4m3fn", 2),
     "bf16-pure": Precision("bf16-pure", "bfloat16", "bfloat16"),
 }
-"""bf16 and fp16 with fp32 master weights, gradients and moments; fp8 as bf16, with products in fp8 and both layouts of
-each weight kept in it; the others use one dtype throughout."""
+"""bf16 and fp16 with fp32 master weights, gradients and optimizer state; fp8 as bf16, with products in fp8 and both
+layouts of each weight kept in it; the others use one dtype throughout."""
 
 
 class JobError(ValueError):
@@ -60,7 +61,7 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`seq_len` tokens a sequence, `global_batch` sequences a step, under a software stack. AdamW, full training.
+    """`seq_len` tokens a sequence, `global_batch` sequences a step, under a software stack. Full training.
 
     `imbalance`: routed copies on the fullest rank over the mean, 1 where the router is balanced.
     """
@@ -72,6 +73,7 @@ class Job:
     precision: Precision = PRECISIONS["bf16"]
     stack: Stack = SHARDWISE
     imbalance: float = 1.0
+    optimizer: OptimizerSpec = ADAMW
 
     @property
     def gradient_dtype(self) -> str:

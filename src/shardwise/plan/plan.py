@@ -9,31 +9,28 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import tomli_w
 
 from shardwise.cluster import Cluster, ClusterError, from_dict, to_dict
 from shardwise.cluster.convert import structure
-from shardwise.model.hf import KEYS, ModelError, catalog, from_config, load_model, to_config
+from shardwise.model.hf import KEYS, catalog, from_config, load_model, to_config
 from shardwise.model.spec import Model
 from shardwise.plan import layout as layouts
 from shardwise.plan.job import PRECISIONS, Job
-from shardwise.plan.layout import Layout, LayoutError
+from shardwise.plan.layout import Layout
+from shardwise.plan.optimizer import ADAMW, OPTIMIZERS
+from shardwise.plan.settings import TrainSettings, read_settings
 from shardwise.plan.stack import SHARDWISE, Stack, StackError, load_stack, under
-
-T = TypeVar("T")
+from shardwise.plan.table import Table, short
 
 SCHEMA: Final = 1
 """Version of the file's form; a reader refuses the others."""
-
-STDLIB: Final = "python-stdlib"
-"""The data that every Python brings along: its own standard library's source, byte by byte."""
 
 MAX_FILE_BYTES: Final = 1 << 18
 """A plan is about 3 kB. Larger files are no plans, and reading them should cost nothing."""
@@ -45,7 +42,6 @@ MAX_SEQ_LEN: Final = 1 << 24
 MAX_GLOBAL_BATCH: Final = 1 << 24
 MAX_IMBALANCE: Final = 1000
 MAX_RESULTS: Final = 64
-MAX_UNKNOWN: Final = 20
 
 _HEADER = "# A plan of shardwise: `shardwise show` explains it, `prove` checks it, `train` runs it.\n\n"
 
@@ -56,18 +52,6 @@ class PlanError(ValueError):
     def __init__(self, where: str, faults: list[str]) -> None:
         self.where, self.faults = where, [f"{where}: {fault}" for fault in faults]
         super().__init__("\n".join(self.faults))
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """What `train` needs beside job and layout. `data` is "python-stdlib" or a path; AdamW decays matrices only."""
-
-    steps: int = 100
-    learning_rate: float = 3e-4
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    seed: int = 0
-    data: str = STDLIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +86,8 @@ def to_toml(plan: Plan) -> str:
 
 
 def _job_table(job: Job) -> dict[str, Any]:
-    table: dict[str, Any] = {"seq_len": job.seq_len, "global_batch": job.global_batch, "precision": job.precision.name}
+    table: dict[str, Any] = {"seq_len": job.seq_len, "global_batch": job.global_batch}
+    table |= {"precision": job.precision.name, "optimizer": job.optimizer.name}
     table["stack"] = job.stack.name if _is_known(job.stack) else _stack_table(job.stack)
     return table | ({} if job.imbalance == 1 else {"imbalance": job.imbalance})
 
@@ -195,10 +180,10 @@ def _without_waiting(path: str, flags: int) -> int:
 def parse_plan(data: Mapping[str, Any], where: str) -> Plan:
     """The plan that a file's tables describe. Raises PlanError with all faults at once."""
     faults: list[str] = []
-    top = _Table(data, "", faults)
+    top = Table(data, "", faults)
     schema = top.data.get("schema")
     if type(schema) is not int or schema != SCHEMA:
-        fault = f"schema: found {_short(schema)}; wanted {SCHEMA}, the form that this version reads and writes"
+        fault = f"schema: found {short(schema)}; wanted {SCHEMA}, the form that this version reads and writes"
         raise PlanError(where, [fault])
     job, layout, train, results = _job(top, Path(where).parent), _layout(top), _train(top), _results(top)
     top.known(("schema", "job", "layout", "model", "cluster", "train", "results"))
@@ -207,80 +192,7 @@ def parse_plan(data: Mapping[str, Any], where: str) -> Plan:
     return Plan(job, layout, train, results)
 
 
-class _Table:
-    """A table of the file and its key path; faults of all tables go into one list."""
-
-    def __init__(self, data: Mapping[str, Any], path: str, faults: list[str]) -> None:
-        self.data, self.path, self.faults = data, path, faults
-
-    def fault(self, key: str, said: str) -> None:
-        self.faults.append(f"{self.path}{key}: {said}")
-
-    def table(self, key: str, wanted: str) -> _Table | None:
-        """The table under a key; None, with a fault, where there is none."""
-        found = self.data.get(key)
-        if isinstance(found, dict):
-            return _Table(cast("dict[str, Any]", found), f"{self.path}{key}.", self.faults)
-        self.fault(key, f"found {_short(found)}; wanted {wanted}")
-        return None
-
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.data.get(key, default)
-        if type(value) is int and low <= value <= high:
-            return value
-        self.fault(key, f"found {_short(value)}; wanted a whole number from {low:,} to {high:,}")
-        return low
-
-    def number(self, key: str, low: float, high: float, default: float) -> float:
-        value = self.data.get(key, default)
-        if type(value) in (int, float) and low <= value <= high:
-            return float(value)
-        self.fault(key, f"found {_short(value)}; wanted a number from {low:g} to {high:g}")
-        return default
-
-    def text(self, key: str, wanted: str, default: str | None = None) -> str:
-        """A printable text: a file may not send control codes to the terminal that shows it."""
-        value = self.data.get(key, default)
-        if isinstance(value, str) and value.isprintable() and 0 < len(value) <= 4096:
-            return value
-        self.fault(key, f"found {_short(value)}; wanted {wanted}")
-        return ""
-
-    def known(self, keys: Iterable[str]) -> None:
-        """A fault for every key that is none of these, with the nearest one."""
-        names = list(dict.fromkeys(keys))
-        unknown = [key for key in self.data if key not in names]
-        for key in unknown[:MAX_UNKNOWN]:
-            near = get_close_matches(key, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(names)}"
-            self.fault(_short(key)[1:-1], f"unknown key; {hint}")
-        if len(unknown) > MAX_UNKNOWN:
-            self.faults.append(
-                f"{self.path.rstrip('.') or 'top level'}: {len(unknown) - MAX_UNKNOWN:,} more unknown keys"
-            )
-
-    def take(self, read: Callable[[], T], key: str) -> T | None:
-        """What `read` returns, or None with its faults under `key`."""
-        try:
-            return read()
-        except (ModelError, ClusterError, LayoutError, StackError) as error:
-            inside = isinstance(self.data.get(key), dict)
-            for fault in error.faults:
-                # A fault of a value inside a table begins with that value's own key.
-                dot = "." if inside and not fault.startswith("unknown key") else ": "
-                self.faults.append(f"{self.path}{key}{dot}{fault}")
-            return None
-
-
-def _short(value: object) -> str:
-    try:
-        text = "nothing" if value is None else repr(value)
-    except RecursionError:
-        text = "a deep table"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _job(top: _Table, folder: Path) -> Job | None:
+def _job(top: Table, folder: Path) -> Job | None:
     before = len(top.faults)
     model, cluster = _model(top, folder), _cluster(top)
     table = top.table("job", "a table with seq_len, global_batch, precision")
@@ -288,22 +200,22 @@ def _job(top: _Table, folder: Path) -> Job | None:
         return None
     seq_len = table.integer("seq_len", 1, MAX_SEQ_LEN)
     batch = table.integer("global_batch", 1, MAX_GLOBAL_BATCH)
-    precision = table.text("precision", f"one of {', '.join(PRECISIONS)}", default="bf16")
-    if precision and precision not in PRECISIONS:
-        table.fault("precision", f"found {_short(precision)}; wanted one of {', '.join(PRECISIONS)}")
+    precision = table.choice("precision", tuple(PRECISIONS), "bf16")
+    optimizer = table.choice("optimizer", tuple(OPTIMIZERS), ADAMW.name)
     stack, imbalance = _stack(table), table.number("imbalance", 1, MAX_IMBALANCE, 1)
-    table.known(("seq_len", "global_batch", "precision", "stack", "imbalance"))
+    table.known(("seq_len", "global_batch", "precision", "optimizer", "stack", "imbalance"))
     if model is None or cluster is None or stack is None or len(top.faults) > before:
         return None
-    return Job(under(model, stack), cluster, seq_len, batch, PRECISIONS[precision], stack, imbalance)
+    kinds = PRECISIONS[precision], stack, imbalance, OPTIMIZERS[optimizer]
+    return Job(under(model, stack), cluster, seq_len, batch, *kinds)
 
 
-def _stack(table: _Table) -> Stack | None:
+def _stack(table: Table) -> Stack | None:
     """A known stack by its name, or the values of one; our own where nothing is said, as in older files."""
     found = table.data.get("stack", SHARDWISE.name)
     if isinstance(found, str):
         if found.endswith(".toml") or not found.isprintable():
-            table.fault("stack", f"found {_short(found)}; wanted the name of a known stack, or its table")
+            table.fault("stack", f"found {short(found)}; wanted the name of a known stack, or its table")
             return None
         return table.take(lambda: find_stack(found), "stack")
     values = table.table("stack", "the name of a known stack, or a table")
@@ -312,7 +224,7 @@ def _stack(table: _Table) -> Stack | None:
     return table.take(lambda: structure(values.data, Stack), "stack")
 
 
-def _model(top: _Table, folder: Path) -> Model | None:
+def _model(top: Table, folder: Path) -> Model | None:
     """The embedded model; or the one named, from the catalogue or by a path as seen from the plan's folder."""
     found = top.data.get("model")
     if isinstance(found, str):
@@ -326,7 +238,7 @@ def _model(top: _Table, folder: Path) -> Model | None:
     return model
 
 
-def _cluster(top: _Table) -> Cluster | None:
+def _cluster(top: Table) -> Cluster | None:
     found = top.data.get("cluster")
     if isinstance(found, str):
         return top.take(lambda: from_dict(found), "cluster")
@@ -339,7 +251,7 @@ def _cluster(top: _Table) -> Cluster | None:
     return cluster
 
 
-def _layout(top: _Table) -> Layout | None:
+def _layout(top: Table) -> Layout | None:
     table = top.table("layout", "a table with text = 'tp=... mb=...'")
     if table is None:
         return None
@@ -348,26 +260,14 @@ def _layout(top: _Table) -> Layout | None:
     return table.take(lambda: layouts.parse(text), "text") if text else None
 
 
-def _train(top: _Table) -> TrainSettings | None:
+def _train(top: Table) -> TrainSettings | None:
     if "train" not in top.data:
         return None
     table = top.table("train", "a table of training settings")
-    if table is None:
-        return None
-    default = TrainSettings()
-    settings = TrainSettings(
-        steps=table.integer("steps", 1, 1 << 31, default.steps),
-        learning_rate=table.number("learning_rate", 0, 100, default.learning_rate),
-        weight_decay=table.number("weight_decay", 0, 100, default.weight_decay),
-        clip_norm=table.number("clip_norm", 1e-12, 1e12, default.clip_norm),
-        seed=table.integer("seed", 0, (1 << 63) - 1, default.seed),
-        data=table.text("data", f"'{STDLIB}' or a path", default.data),
-    )
-    table.known(f.name for f in fields(TrainSettings))
-    return settings
+    return None if table is None else read_settings(table)
 
 
-def _results(top: _Table) -> dict[str, Any] | None:
+def _results(top: Table) -> dict[str, Any] | None:
     """Predictions are shown, never computed with: any name will do, but only numbers and texts."""
     if "results" not in top.data:
         return None
@@ -380,5 +280,5 @@ def _results(top: _Table) -> dict[str, Any] | None:
     for key, value in table.data.items():
         plain = isinstance(value, (bool, int)) or (isinstance(value, float) and isfinite(value))
         if not key.isprintable() or not (plain or (isinstance(value, str) and value.isprintable())):
-            table.fault(_short(key)[1:-1], f"found {_short(value)}; wanted a number or a text")
+            table.fault(short(key)[1:-1], f"found {short(value)}; wanted a number or a text")
     return dict(table.data)

@@ -13,12 +13,14 @@ from shardwise.schedule.lowering import Holdings, Lowered, lower
 
 def holdings(units: RankUnits, layout: Layout) -> Holdings:
     """What the lowering pass must know of a rank."""
+    ordered = [u.name for s in sorted(units.stages, key=lambda s: s.index) for u in s.units]
     return Holdings(
         units={s.index: [u.name for u in s.units] for s in units.stages},
         uses=units.uses,
         resharded=layout.zero == 3,
         scattered=layout.zero >= 2,
         forward_only=[u.name for u in units.units if not u.block.backward_reads],
+        twins=[s for s in dict.fromkeys(s for u in ordered for s in units.uses[u]) if units.storages[s].twins],
         tied=[name for name, storage in units.storages.items() if storage.tied is not None],
     )
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise import schedule as schedules
 from shardwise.model.families.forms import planned_only
 from shardwise.plan.batch import Bools, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
-from shardwise.plan.rules import Explained, Rule, divisors_near, findings
+from shardwise.plan.rules import Explained, Rule, findings
 from shardwise.plan.stack import SHARDWISE
 from shardwise.results import Finding
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "gemma2", "gemma3_text", "gpt2")
 PRECISIONS = ("bf16", "fp32", "fp64")
-RECOMPUTE = ("none", "full")
 
 
 def _all(batch: LayoutBatch, broken: bool) -> Bools:
@@ -23,7 +21,7 @@ def _all(batch: LayoutBatch, broken: bool) -> Bools:
 
 
 def _model_broken(batch: LayoutBatch, job: Job) -> Bools:
-    return _all(batch, job.model.family not in FAMILIES or job.model.loops > 1)
+    return _all(batch, job.model.family not in FAMILIES)
 
 
 def _model(layout: Layout, job: Job) -> Explained:
@@ -39,26 +37,6 @@ def _stack(layout: Layout, job: Job) -> Explained:
 def _precision(layout: Layout, job: Job) -> Explained:
     del layout
     return f"precision {job.precision.name} is planned only", f"use one of {', '.join(PRECISIONS)}"
-
-
-def _copies_broken(batch: LayoutBatch, job: Job) -> Bools:
-    """Of an odd number the two ranks that hold a stage end its gradients in different orders."""
-    twice = [i for i, name in enumerate(batch.names) if schedules.copies(name) > 1]
-    micro_batches = job.global_batch // np.maximum(1, batch.dp * batch.mb)
-    return np.isin(batch.schedule, twice) & (micro_batches % 2 != 0)
-
-
-def _copies(layout: Layout, job: Job) -> Explained:
-    said = f"schedule={layout.schedule} with an odd number of micro-batches, {job.micro_batches(layout):,}"
-    return (
-        f"{said}, is planned only",
-        "use another mb or batch, so that both copies of the weights take as many, or another schedule",
-    )
-
-
-def _recompute_broken(batch: LayoutBatch, job: Job) -> Bools:
-    del job
-    return np.isin(batch.recompute, [i for i, way in enumerate(batch.recomputes) if way not in RECOMPUTE])
 
 
 RUNS: tuple[Rule, ...] = (
@@ -90,31 +68,6 @@ RUNS: tuple[Rule, ...] = (
         "no context parallelism",
         lambda b, _: b.cp > 1,
         lambda x, _: (f"cp={x.cp}: context parallelism is planned only", "use cp=1"),
-    ),
-    Rule("runs-copies", "copies of the weights take equally many micro-batches", _copies_broken, _copies),
-    Rule(
-        "runs-recompute",
-        "nothing or whole layers are recomputed",
-        _recompute_broken,
-        lambda x, _: (f"recompute={x.recompute} is planned only", "use recompute=none or full"),
-    ),
-    Rule(
-        "runs-kv-heads",
-        "tp divides the kv heads",
-        lambda b, j: j.model.kv_heads % b.tp != 0,
-        lambda x, j: (
-            f"tp={x.tp} copies {j.model.kv_heads} kv heads, which is planned only",
-            f"use tp={divisors_near(j.model.kv_heads, x.tp)}",
-        ),
-    ),
-    Rule(
-        "runs-vocab",
-        "tp divides the vocabulary",
-        lambda b, j: j.model.vocab % b.tp != 0,
-        lambda x, j: (
-            f"tp={x.tp} pads {j.model.vocab:,} vocabulary rows, which is planned only",
-            f"use tp={divisors_near(j.model.vocab, x.tp)}",
-        ),
     ),
     Rule(
         "runs-order",

@@ -7,21 +7,28 @@ many layouts at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwise import schedule as schedules
 from shardwise.collective import Kind
 from shardwise.mesh import Axes, with_cp
-from shardwise.model.spec import EMBEDDING, HEAD, Block, Count, Cut, Model, Parameter, Unit
+from shardwise.model.spec import EMBEDDING, HEAD, KV_DIMS, Block, Count, Cut, Model, Parameter, Unit
 from shardwise.plan.layout import Layout, split_of
 
 TIED = "embedding.weight"
 
 TWINS = ("twins",)
 """Not an axis of the mesh: the two pipeline ranks that hold one stage."""
+
+COPIES = ("kv_copies",)
+"""Not an axis of the mesh: neighbouring tensor-parallel ranks that hold the same kv heads, where there are fewer."""
 
 EXPERTS = "experts"
 """Suffix of the storage that holds a unit's routed experts: their state is cut over axes of its own."""
@@ -31,18 +38,21 @@ EXPERTS = "experts"
 class Record:
     """One parameter of one unit on one rank.
 
-    `name` is the logical parameter; the two copies of a tied weight share it. `shape` is local, after the cut of
-    tensor parallelism along `tp_dim` (None: whole on every tensor-parallel rank). ZeRO cuts dim 0 into `rows` a
-    shard, the last shards padded; the shard lies at `offset` of the unit's flat shard. `partial` says that every
-    tensor-parallel rank holds only a part of the gradient's sum.
+    `name` is the logical parameter, of shape `whole`; the two copies of a tied weight share it. `shape` is local, after
+    the cut of tensor parallelism along `tp_dim` (None: whole on every tensor-parallel rank), the last parts padded;
+    `neighbours` so many ranks in a row hold the same part, each a part of its gradient's sum. ZeRO cuts dim 0 into
+    `rows` a shard, the last shards padded; the shard lies at `offset` of the unit's flat shard. `partial` says that
+    every tensor-parallel rank holds only a part of the gradient's sum.
     """
 
     name: str
+    whole: tuple[int, ...]
     shape: tuple[Count, ...]
     tp_dim: int | None
     partial: Count
     rows: Count
     offset: Count
+    neighbours: Count = 1
     copies: int = 1
 
     @property
@@ -57,6 +67,20 @@ class Record:
     def shard_numel(self) -> Count:
         """Elements of one shard, padding included."""
         return self.rows * self.columns
+
+    def box(self, tp_index: int) -> tuple[slice, ...]:
+        """What of the whole parameter a tensor-parallel rank holds: the first corner of `shape`, the rest is padding.
+        Routed experts, which have axes of their own, are not cut here."""
+        found = [slice(0, n) for n in self.whole]
+        if self.tp_dim is not None:
+            n, size = self.whole[self.tp_dim], self.shape[self.tp_dim]
+            first = min(tp_index // self.neighbours * size, n)
+            found[self.tp_dim] = slice(first, min(first + size, n))
+        return tuple(found)
+
+    def counted(self, tp_index: int) -> bool:
+        """Whether this tensor-parallel rank is the first of those that hold the same part."""
+        return tp_index % self.neighbours == 0 if self.tp_dim is not None else tp_index == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +113,6 @@ class Storage:
         return sum(r.numel for r in self.records)
 
     @property
-    def partial_numel(self) -> Count:
-        """Elements of one rank's part whose gradient is still to be summed over tp: a prefix of the part."""
-        return sum(r.shard_numel * r.partial for r in self.records)
-
-    @property
     def vector_numel(self) -> Count:
         """Elements of one rank's part that belong to 1-D parameters: a prefix, without weight decay."""
         return sum(r.shard_numel for r in self.records if len(r.shape) == 1)
@@ -110,9 +129,10 @@ class Storage:
 
 
 def logical_name(model: Model, unit: Unit, parameter: Parameter) -> str:
-    """The model-wide name of a unit's parameter: a tied weight is the embedding's, or of a tail's unit the head's."""
+    """The model-wide name of a unit's parameter: a tied weight is the embedding's, or of a tail's unit the head's; all
+    runs of a looped layer have one set."""
     if parameter.name not in unit.block.tied:
-        return f"{unit.name}.{parameter.name}"
+        return f"{storage_owner(model, unit).name}.{parameter.name}"
     return TIED if model.tied or parameter.name == TIED else f"{HEAD}.{parameter.name}"
 
 
@@ -124,11 +144,22 @@ def _lives_elsewhere(unit: Unit, parameter: Parameter, shared: bool) -> bool:
     return shared or (unit.name != HEAD and parameter.name != TIED)
 
 
-def _place(p: Parameter) -> tuple[bool, bool, bool]:
+def _place(p: Parameter) -> tuple[bool, bool, bool, bool]:
     """1-D parameters first; among either, those whose gradient is partial over tp: always, then under sequence
-    parallelism. They are a prefix as long as no unit has 1-D ones that are cut beside 2-D ones that are not.
+    parallelism. 1-D ones of kv heads come last, others first of those that are cut: a dense layer's lie together.
     """
-    return len(p.dims) > 1, not p.partial, p.tp_dim is not None or p.expert
+    matrix = len(p.dims) > 1
+    return matrix, not p.partial, p.tp_dim is not None or p.expert, _of_kv_heads(p) != matrix
+
+
+def _of_kv_heads(p: Parameter) -> bool:
+    return p.tp_dim is not None and p.dims[p.tp_dim] in KV_DIMS
+
+
+def kv_copies(model: Model, cut: Cut) -> Count:
+    """Tensor-parallel ranks that hold the same kv heads; 1 for a model without any."""
+    held = any(_of_kv_heads(p) for b in model.blocks for p in b.parameters)
+    return cut.tp // cut.kv_parts(model) if held else 1
 
 
 class State(NamedTuple):
@@ -152,12 +183,13 @@ def storages(model: Model, unit: Unit, cut: Cut, state: State, shared: bool) -> 
         for p in sorted(unit.block.parameters, key=_place):
             if p.expert is not expert or _lives_elsewhere(unit, p, shared):
                 continue
-            name = logical_name(model, unit, p)
+            name, whole = logical_name(model, unit, p), tuple(model.dims[d] for d in p.dims)
             shape = tuple(cut.local(model, d) for d in p.dims)
             copies = 2 if name == TIED and (model.tied or model.tail) and not shared else 1
             rows = -(-shape[0] // shards)
             partial = p.partial or cut.sp if p.tp_dim is None and not expert else False
-            record = Record(name, shape, p.tp_dim, partial, rows, offset, copies)
+            neighbours = cut.tp // cut.kv_parts(model) if _of_kv_heads(p) else 1
+            record = Record(name, whole, shape, p.tp_dim, partial, rows, offset, neighbours, copies)
             records.append(record)
             offset = offset + record.shard_numel
         if records:
@@ -192,26 +224,44 @@ def degrees(layout: Layout) -> Cut:
 
 
 class GradientMove(NamedTuple):
-    """One collective on a unit's gradient: what moves along which axes, and how many elements it takes."""
+    """One collective on a unit's gradient: what moves along which axes, and how many elements it takes, from where on
+    in the rank's part."""
 
     kind: Kind
     axes: Axes
     elements: Count
+    start: Count = 0
 
 
 def gradient_moves(storage: Storage, zero: int, final: bool) -> list[GradientMove]:
     """How a unit's gradient is summed, in order: table 2's P -> S(0) over the shards' axes (with ZeRO), and once a
-    step (`final`) P -> I of the shard over its copies, a twin stage's among them, then of the prefix that is partial
-    over tp.
+    step (`final`) P -> I of the shard over its copies, then of what is partial over tp, and of the kv heads that
+    neighbouring ranks hold.
     """
     moves = [GradientMove(Kind.REDUCE_SCATTER, storage.shard_axes, storage.padded_numel)] if zero else []
     if final:
         moves.append(GradientMove(Kind.ALL_REDUCE, storage.copy_axes, storage.shard_numel))
-        if storage.twins:
-            moves.append(GradientMove(Kind.ALL_REDUCE, TWINS, storage.shard_numel))
-        if storage.partial_numel:
-            moves.append(GradientMove(Kind.ALL_REDUCE, ("tp",), storage.partial_numel))
+        moves += tensor_moves(storage)
     return moves
+
+
+def twin_move(storage: Storage) -> GradientMove:
+    """Once a step, after all of these: P -> I over the two copies of the stage."""
+    return GradientMove(Kind.ALL_REDUCE, TWINS, storage.shard_numel)
+
+
+def tensor_moves(storage: Storage) -> list[GradientMove]:
+    """Those of them between tensor-parallel ranks; columns of sizes have columns of elements, 0 where nothing moves."""
+    over_tp = [GradientMove(Kind.ALL_REDUCE, ("tp",), *run) for run in _runs(storage, lambda r: r.partial)]
+    return over_tp + [GradientMove(Kind.ALL_REDUCE, COPIES, *run) for run in _runs(storage, lambda r: r.neighbours > 1)]
+
+
+def _runs(storage: Storage, taken: Callable[[Record], Count]) -> Iterator[tuple[Count, Count]]:
+    """(elements, start) of the records that are taken; those that lie together are one run."""
+    for is_taken, those in groupby(storage.records, key=lambda r: bool(np.any(taken(r)))):
+        if is_taken:
+            run = list(those)
+            yield sum(r.shard_numel * taken(r) for r in run), run[0].offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +294,7 @@ def make_stages(model: Model, pp: int, schedule: str, split: tuple[int, ...]) ->
 @lru_cache(maxsize=4096)
 def placement(schedule: str, pp: int) -> tuple[tuple[int, ...], ...]:
     """[copy][stage] -> pipeline rank."""
-    return schedules.build(schedule, pp, 2 * pp).placement
+    return schedules.placement(schedule, pp)
 
 
 def stages_of(model: Model, layout: Layout) -> tuple[Stage, ...]:

@@ -70,7 +70,7 @@ class State:
     gradients: Literal["accumulate", "compute"] = "accumulate"
     """dtype of gradient buffers and of their reduction"""
     optimizer_bytes_per_parameter: BytesPerParameter = 0.0
-    """master weights and moments; 0: the precision's own"""
+    """master weights and both moments under AdamW; 0: the precision's own"""
     step_bytes_per_parameter: BytesPerParameter = 0.0
     """what the optimizer's step allocates for a while, per parameter of this rank's part"""
 

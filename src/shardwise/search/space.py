@@ -17,7 +17,6 @@ from shardwise.plan.batch import COLUMNS, Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import CP_KINDS, DEFAULT_SCHEDULE, ORDERS
 from shardwise.plan.rules import RULES, Rule, legal
-from shardwise.plan.runs import RECOMPUTE as RUNS_RECOMPUTE
 from shardwise.plan.runs import RUNS
 from shardwise.search.limits import Limits
 
@@ -82,8 +81,7 @@ class Space:
     def recomputes(self) -> tuple[str, ...]:
         pinned = self.limits.pins.get("recompute")
         ways = RECOMPUTE if pinned is None or pinned in RECOMPUTE else (*RECOMPUTE, pinned)
-        runnable = RUNS_RECOMPUTE if self.limits.runnable else ways
-        return tuple(way for way in ways if way in runnable and self.limits.allows("recompute", way))
+        return tuple(way for way in ways if self.limits.allows("recompute", way))
 
     def schedules(self, pp: int) -> list[int]:
         """Indices of SCHEDULES to try."""

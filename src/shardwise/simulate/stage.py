@@ -65,7 +65,7 @@ def chain_of(model: Model, pp: int, name: str, split: tuple[int, ...]) -> Chain:
     held = pipeline_of(model, pp, name, split).held
     fresh = 1.0 - _turns(name)
     virtual = schedules.virtual_stages(name)
-    placement = schedules.build(name, pp, 2 * pp).placement[0]
+    placement = schedules.placement(name, pp)[0]
     kinds = [held[rank][_chunk(placement, stage)] for stage, rank in enumerate(placement)]
     shares = [_share(model, [held[rank]], fresh) for rank in range(pp)]
     grouped = [(share, len(list(run))) for share, run in groupby(shares)]
@@ -207,7 +207,8 @@ def gathers_s(prices: Prices, share: Share) -> Three:
     forward: Count = 0.0
     backward: Count = 0.0
     for (before, after), times in share.follows:
-        if times:
+        held = before == after and prices.job.model.count(before) == 1  # two runs of one looped layer
+        if times and not held:
             f = prices.units[before].total[0]
             forward = forward + times * most([0.0, prices.state.units[after].gather - f])
             if prices.job.model.block(before).backward_reads:

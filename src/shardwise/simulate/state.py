@@ -16,12 +16,22 @@ from shardwise.collective import Kind
 from shardwise.model.spec import Count
 from shardwise.plan.batch import LayoutBatch
 from shardwise.plan.job import Job
-from shardwise.plan.shards import EXPERTS, State, Storage, borrowed, ends_share_rank, placement, storages
+from shardwise.plan.shards import (
+    COPIES,
+    EXPERTS,
+    State,
+    Storage,
+    borrowed,
+    ends_share_rank,
+    kv_copies,
+    placement,
+    storages,
+    tensor_moves,
+)
 from shardwise.simulate.network import Links, collective_s, links
 
-_STEPPED = 7 + 2 + 1
-"""Passes over this rank's part, in the wide dtype: AdamW reads master, gradient and both moments and writes three of
-them; clipping reads and writes the gradient; its norm reads it."""
+_CLIPPED = 2 + 1
+"""Passes over this rank's gradient beside the optimizer's own: clipping reads and writes it, its norm reads it."""
 
 _SCALAR_BYTES = 8
 """Bytes of the step's scalar all-reduces: latency is all they cost."""
@@ -63,11 +73,12 @@ class StateSeconds:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Ranks that share a storage's shards, that hold the same shard, and that hold the same stage."""
+    """Ranks that share a storage's shards, that hold the same shard, the same kv heads, and the same stage."""
 
     shards: Links
     copies: Links
     tp: Links
+    kv_copies: Links
     twins: Links | None
 
 
@@ -112,15 +123,21 @@ def _groups(job: Job, batch: LayoutBatch, twins: bool) -> tuple[_Groups, _Groups
     cluster, zero, tp = job.cluster, batch.zero > 0, batch.tp
     half = links(cluster, (batch.pp_stride * np.maximum(1, batch.pp // 2), 2)) if twins else None
     across = links(cluster, (1, tp))
+    alike = links(cluster, (1, kv_copies(job.model, job.cuts(batch))))
     inner = batch.ep * batch.etp
     dense = _Groups(
         links(cluster, (tp, batch.shards)),
         links(cluster, (tp, np.where(zero, 1, batch.cp)), (batch.replicate_stride, batch.dp_replicate)),
         across,
+        alike,
         half,
     )
     experts = _Groups(
-        links(cluster, (inner, batch.edp)), links(cluster, (inner * batch.edp, batch.expert_replicas)), across, half
+        links(cluster, (inner, batch.edp)),
+        links(cluster, (inner * batch.edp, batch.expert_replicas)),
+        across,
+        alike,
+        half,
     )
     return dense, experts
 
@@ -135,8 +152,9 @@ def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups) -> Uni
     final = collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.copies)
     if groups.twins is not None:
         final = final + collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.twins)
-    partial = collective_s(Kind.ALL_REDUCE, s.partial_numel * summed, groups.tp)
-    final = final + np.where(np.asarray(s.partial_numel) > 0, partial, 0.0)
+    for move in tensor_moves(s):
+        over = collective_s(move.kind, move.elements * summed, groups.kv_copies if move.axes == COPIES else groups.tp)
+        final = final + np.where(np.asarray(move.elements) > 0, over, 0.0)
     zeroed = where(zero >= 2, s.shard_numel, s.padded_numel) * summed
     aliased = (zero == 0) & (narrow == wide)
     narrowed = np.where(aliased, 0, s.shard_numel * (narrow + wide))
@@ -145,7 +163,7 @@ def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups) -> Uni
         gather=np.where(zero == 3, gathered, 0.0),
         reduce=np.where(zero >= 2, scattered + opened, 0.0),
         final=np.where(zero == 1, scattered, 0.0) + final,
-        step=(s.shard_numel * wide * _STEPPED + zeroed + narrowed) / rate,
+        step=(s.shard_numel * wide * (job.optimizer.passes + _CLIPPED) + zeroed + narrowed) / rate,
         publish=np.where((zero == 1) | (zero == 2), gathered, 0.0),
     )
 

@@ -53,6 +53,13 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = 
         second.add_(turned)
 
 
+def turned_(x: torch.Tensor, rope: Rope | None, scores: Scores) -> torch.Tensor:
+    """x [T, heads * d] itself, its rotation (if there is one) written into it."""
+    if rope is not None:
+        rotate_(scores.split(x), *rope)
+    return x
+
+
 class _Attention(torch.autograd.Function):
     """Rotary embedding and causal attention with grouped kv heads; saves q, k, v as rotated, the output and its LSE."""
 
@@ -60,10 +67,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None, scores: Scores
     ) -> torch.Tensor:
-        if rope is not None:
-            # Nobody else holds q and k: they are fresh outputs of the products, or of their norms.
-            rotate_(scores.split(q), *rope)
-            rotate_(scores.split(k), *rope)
+        # Nobody else holds q and k: they are fresh outputs of the products, or of their norms.
+        turned_(q, rope, scores)
+        turned_(k, rope, scores)
         blocked = scores.window is not None or scores.cap is not None
         o, lse = (_blocked if blocked else _flash)(q, k, v, scores)
         ctx.save_for_backward(q, k, v, o, lse)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from shardwise.train.chunks import buffers, chunks, whole_shapes
+from shardwise.train.chunks import buffers, chunks, saved_shapes
 from shardwise.train.distributed import CommError
 from shardwise.train.options import KEEP, MANIFEST, checkpoint_name, checkpoints, newest, step_of
 from shardwise.train.rank import Rank
@@ -105,18 +105,22 @@ def open_folder(folder: Path, step: int) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
 
-def find_checkpoint(path: Path, identity: Identity) -> Checkpoint:
-    """The checkpoint in `path`, or the newest of those in it. Raises CheckpointError with all that is wrong."""
+def find_checkpoint(path: Path, identity: Identity | None = None) -> Checkpoint:
+    """The checkpoint in `path`, or the newest of those in it; with an identity, one that goes on as that. Raises
+    CheckpointError with all that is wrong."""
     folder = path if (path / MANIFEST).is_file() else newest(path)
     if folder is None:
         said = "no checkpoint in it" if path.exists() else "no such folder"
-        raise CheckpointError([f"--resume {path}: {said}; wanted a folder with {MANIFEST}, or of such folders"])
+        raise CheckpointError([f"{path}: {said}; wanted a folder with {MANIFEST}, or of such folders"])
     found = _read_manifest(folder)
-    differences, damage = list(_differences(found.identity, identity)), _damage(found)
+    differences = [] if identity is None else list(_differences(found.identity, identity))
+    damage = _damage(found)
     if differences or damage:
         others = [p for p in checkpoints(folder.parent) if p != folder]
-        hint = [f"an earlier one is there: --resume {others[-1]}"] if others and damage else []
-        raise CheckpointError([f"{folder}: {fault}" for fault in (*differences, *damage)] + hint)
+        hints = [f"an earlier one is there: {others[-1]}"] if others and damage else []
+        if identity is not None and found.identity.get("optimizer") != identity.get("optimizer"):
+            hints.append(f"its weights alone can go on: shardwise export {folder} -o DIR, then --init-from DIR")
+        raise CheckpointError([f"{folder}: {fault}" for fault in (*differences, *damage)] + hints)
     return found
 
 
@@ -181,8 +185,8 @@ class Saver:
     def __init__(self, rank: Rank, folder: Path, about: About, among: AllRanks, keep: int = KEEP) -> None:
         self.rank, self.folder, self.about, self.keep = rank, folder, about, keep
         self.among = among
-        self.chunks = chunks(rank.states, rank.job.model, rank.layout, rank.world.rank)
-        self.shapes = whole_shapes(rank.job.model)
+        self.chunks = chunks(rank.states, rank.layout, rank.world.rank)
+        self.shapes = saved_shapes(rank.job)
         self._pending: tuple[int, Path, Future[Any]] | None = None
         self._news: Path | None = None
         token = [secrets.token_hex(4)]
@@ -247,9 +251,9 @@ class Saver:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        _sync(partial)
+        sync(partial)
         partial.rename(self.folder / checkpoint_name(step))
-        _sync(self.folder)
+        sync(self.folder)
         for old in checkpoints(self.folder)[: -self.keep]:
             hidden = self._hidden(step_of(old))
             old.rename(hidden)  # what is half removed is no checkpoint
@@ -260,8 +264,9 @@ class Saver:
         return self.folder / f".{checkpoint_name(step)}.{self._token}.partial"
 
 
-def _sync(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
@@ -293,9 +298,9 @@ def _named(what: str, step: int, rank: int) -> Iterator[None]:
 
 
 def load(rank: Rank, checkpoint: Checkpoint, among: AllRanks) -> None:
-    """Set weights, moments and step count of one rank; all ranks call it. Raises CheckpointFailed or CommError."""
+    """Set weights, optimizer state and step count of one rank; all call it. Raises CheckpointFailed or CommError."""
     here = rank.world.rank
-    held = chunks(rank.states, rank.job.model, rank.layout, here)
+    held = chunks(rank.states, rank.layout, here)
     with _named(f"loading {checkpoint.folder}", checkpoint.step, here):
         load_chunks(
             cast("dict[str, Any]", buffers(rank.states)),
@@ -305,5 +310,4 @@ def load(rank: Rank, checkpoint: Checkpoint, among: AllRanks) -> None:
         )
     for state in rank.states.values():
         state.publish()
-    for values in rank.optimizer._adamw.state.values():
-        values["step"].fill_(checkpoint.step)
+    rank.optimizer.set_steps(checkpoint.step)

@@ -12,14 +12,15 @@ from math import prod
 import torch
 
 from shardwise.model.spec import Model
+from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.shards import EXPERTS, Record, logical_name
 from shardwise.train.unit import UnitState
 
 Shape = tuple[int, ...]
 
-PARTS = ("weight", "exp_avg", "exp_avg_sq")
-"""The master copy and AdamW's two moments."""
+MASTER = "weight"
+"""The part of a parameter that is its master copy; the others are the optimizer's states, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def buffers(states: dict[str, UnitState]) -> dict[str, torch.Tensor]:
     return {
         f"{unit}/{part}": flat
         for unit, state in states.items()
-        for part, flat in zip(PARTS, (state.master, *state.moments), strict=True)
+        for part, flat in {MASTER: state.master, **state.moments}.items()
     }
 
 
@@ -66,55 +67,39 @@ def whole_shapes(model: Model) -> dict[str, Shape]:
     }
 
 
-def chunks(states: dict[str, UnitState], model: Model, layout: Layout, rank: int) -> list[Chunk]:
+def saved_shapes(job: Job) -> dict[str, Shape]:
+    """Every tensor of a checkpoint, `name/part`, and its whole shape."""
+    parts = (MASTER, *job.optimizer.states)
+    return {f"{name}/{part}": shape for name, shape in whole_shapes(job.model).items() for part in parts}
+
+
+def chunks(states: dict[str, UnitState], layout: Layout, rank: int) -> list[Chunk]:
     """Every box that this rank holds; a rank whose shard of a parameter is empty or padding holds none of it."""
-    whole = whole_shapes(model)
     return [
         chunk
         for unit, state in states.items()
         for record in state.storage.records
-        for chunk in _of_record(unit, record, whole[record.name], _place(unit, state, layout, rank))
+        for chunk in _of_record(unit, record, state, _box(unit, record, layout, rank))
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank stands: its ZeRO shard, its place along tensor and expert parallelism."""
-
-    shard: int
-    tp: int
-    tp_degree: int
-    ep: int
-
-
-def _place(unit: str, state: UnitState, layout: Layout, rank: int) -> _Place:
-    if unit.endswith(f".{EXPERTS}"):
-        at = layout.expert_mesh.coordinates(rank)
-        return _Place(state.index, at["etp"], layout.expert_mesh.degree("etp"), at["ep"])
-    return _Place(state.index, layout.mesh.coordinates(rank)["tp"], layout.tp, 0)
+def _box(unit: str, record: Record, layout: Layout, rank: int) -> tuple[slice, ...]:
+    """What of the whole tensor the rank's stage holds here, before ZeRO cuts it. Experts are cut along ep: etp would
+    make of one storage several boxes, which no layout that runs does (a save would find elements that nobody holds)."""
+    if not unit.endswith(f".{EXPERTS}"):
+        return record.box(layout.mesh.coordinates(rank)["tp"])
+    ep = layout.expert_mesh.coordinates(rank)["ep"]
+    firsts = [ep * n if n < size else 0 for n, size in zip(record.shape, record.whole, strict=True)]
+    return tuple(slice(first, first + n) for first, n in zip(firsts, record.shape, strict=True))
 
 
-def _of_record(unit: str, record: Record, whole: Shape, place: _Place) -> Iterator[Chunk]:
+def _of_record(unit: str, record: Record, state: UnitState, box: tuple[slice, ...]) -> Iterator[Chunk]:
     held = (int(record.rows), *map(int, record.shape[1:]))
-    first = place.shard * held[0]
-    offsets, sizes = [], []
-    for dim, (size, local) in enumerate(zip(whole, map(int, record.shape), strict=True)):
-        inside = first if dim == 0 else 0
-        offset = _slot(record, dim, size, place) * local + inside
-        offsets.append(offset)
-        sizes.append(min(held[dim], local - inside, size - offset))
+    first = box[0].start + state.index * held[0]
+    mine = (slice(first, min(first + held[0], box[0].stop)), *box[1:])
+    offsets, sizes = tuple(s.start for s in mine), tuple(s.stop - s.start for s in mine)
     if min(sizes) <= 0:
         return
-    for part in PARTS:
+    for part in (MASTER, *state.moments):
         name, buffer = f"{record.name}/{part}", f"{unit}/{part}"
-        yield Chunk(name, whole, tuple(offsets), tuple(sizes), buffer, int(record.offset), held)
-
-
-def _slot(record: Record, dim: int, size: int, place: _Place) -> int:
-    """Which of the equal parts of a dim this rank holds. Neighbours share one where tp is larger than the parts are
-    many (kv heads); a padded last part is cut off by the caller. Experts are cut along ep: etp would make of one
-    storage several boxes, which no layout that runs does (a save would find elements that nobody holds)."""
-    parts = -(-size // int(record.shape[dim]))
-    if dim == record.tp_dim:
-        return place.tp // max(1, place.tp_degree // parts)
-    return place.ep if parts > 1 else 0
+        yield Chunk(name, record.whole, offsets, sizes, buffer, int(record.offset), held)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.plan.plan import STDLIB
+from shardwise.plan.settings import STDLIB
 from shardwise.train.tokens import BYTES, Bytes, DataError, Encoder, TokenizerFile, encoded, is_documents
 
 __all__ = ["BYTES", "Corpus", "DataError", "read_corpus"]

@@ -12,12 +12,17 @@ from shardwise.train.redistribute import move
 from shardwise.train.weights import Slot
 
 
-def _local_rows(ids: torch.Tensor, rows: int, place: Place) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _vocabulary(slot: Slot, place: Place) -> slice:
+    """The rows of the vocabulary that this rank holds; there may be fewer than the slot has, and none."""
+    return slot.record.box(place.world.index("tp"))[0]
+
+
+def _local_rows(ids: torch.Tensor, rows: slice, place: Place) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(row numbers on this rank, mask of ids that live elsewhere; None where tp is 1). ids [T]"""
     if place.world.size("tp") == 1:
         return ids, None
-    local = ids - rows * place.world.index("tp")
-    outside = (local < 0).logical_or_(local >= rows)
+    local = ids - rows.start
+    outside = (local < 0).logical_or_(local >= rows.stop - rows.start)
     return local.masked_fill_(outside, 0), outside
 
 
@@ -32,7 +37,7 @@ class _Embed(torch.autograd.Function):
         del leaves
         ctx.save_for_backward(ids)
         ctx.slot, ctx.place, ctx.scale = slot, place, scale
-        local, outside = _local_rows(ids, slot.parameter.shape[0], place)
+        local, outside = _local_rows(ids, _vocabulary(slot, place), place)
         x = torch.nn.functional.embedding(local, slot.weight)  # [T, h]
         if outside is not None:
             x.masked_fill_(outside[:, None], 0)
@@ -50,9 +55,9 @@ class _Embed(torch.autograd.Function):
 
 def _embedding_gradient(gradient: torch.Tensor, ids: torch.Tensor, slot: Slot, place: Place, scale: float) -> None:
     """Add each token's gradient to its row, in the buffer's dtype."""
-    record, parts = slot.record, slot.destination()
+    parts = slot.destination()
     whole = move(gradient, place.out.dual, place.world, TP, place.name)  # [T, h]
-    local, outside = _local_rows(ids, record.shape[0], place)
+    local, outside = _local_rows(ids, _vocabulary(slot, place), place)
     wide = whole.to(parts.dtype, copy=True)
     if outside is not None:
         wide.masked_fill_(outside[:, None], 0)
@@ -117,20 +122,31 @@ class Cap:
     columns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How logits are made of products: with which weight, and capped or not."""
+
+    slot: Slot
+    cap: Cap | None = None
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Vocabulary-parallel cross-entropy, summed and scaled. Its gradient takes the place of the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place, cap: Cap | None
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place, output: Output
     ) -> torch.Tensor:
-        world, name, wide = place.world, place.name, scale.dtype
+        world, name, wide, cap = place.world, place.name, scale.dtype, output.cap
         if cap is not None:
             logits.div_(cap.value).tanh_().mul_(cap.value)
+        rows = _vocabulary(output.slot, place)
+        # Padding takes no part: e^-inf is 0, in the sum and as a gradient.
+        logits[:, rows.stop - rows.start :] = float("-inf")
         top = logits.amax(-1).to(wide)  # [T]
         world.all_reduce(top, TP, name, op="max")
         z = logits.to(wide).sub_(top[:, None])  # [T, v / tp]: the logits themselves where no cast is needed
-        local, outside = _local_rows(targets.clamp(min=0), logits.shape[1], place)
+        local, outside = _local_rows(targets.clamp(min=0), rows, place)
         picked = z.gather(1, local[:, None]).squeeze(1)  # [T]
         if outside is not None:
             picked.masked_fill_(outside, 0)
@@ -173,10 +189,11 @@ def _uncap_(z: torch.Tensor, top: torch.Tensor, cap: Cap) -> None:
 
 
 def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place, cap: Cap | None = None
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, place: Place, output: Output
 ) -> torch.Tensor:
     """Sum over tokens of -log softmax(logits)[target] * scale, a scalar; logits [T, v / tp] are consumed.
 
-    targets [T], IGNORE where a token does not count; scale: 1 / valid tokens of the whole step.
+    targets [T], IGNORE where a token does not count; scale: 1 / valid tokens of the whole step. Columns beyond the
+    vocabulary count for nothing.
     """
-    return _CrossEntropy.apply(logits, targets, scale, place, cap)
+    return _CrossEntropy.apply(logits, targets, scale, place, output)

@@ -1,4 +1,5 @@
-"""Weights in Hugging Face's names and layout: a folder of safetensors files, one file or a sharded index.
+"""Weights in Hugging Face's names and layout: a folder of safetensors files, one file or a sharded index, and the
+config.json beside them.
 
 Logical names are the runtime's (`layers.3.attention.q.weight`); every tensor of a file is one of them, or holds
 several side by side (GPT-2's fused q, k and v). Nothing is guessed: missing, unexpected and mis-shaped tensors are all
@@ -12,145 +13,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shardwise.model.spec import EMBEDDING, HEAD, Model, Parameter, Unit
-from shardwise.plan.shards import TIED, Record, logical_name
+from shardwise.model.hf import load_model, to_config
+from shardwise.model.read import ModelError
+from shardwise.model.spec import Model
+from shardwise.plan.shards import TIED, Record
+from shardwise.train.hf_names import HEAD_KEY, Source, WeightsError, hf_config, sources
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 MAX_INDEX_BYTES = 1 << 26
-SHOWN = 20
-"""Faults that an error spells out; it counts the rest."""
-
-
-class WeightsError(ValueError):
-    """A folder whose tensors are not the model's; `faults` says all that is wrong with it."""
-
-    def __init__(self, where: object, faults: list[str]) -> None:
-        self.faults = faults
-        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        super().__init__("\n".join(f"{where}: {fault}" for fault in (*faults[:SHOWN], *more)))
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a parameter lies: under `key`, transposed or not (GPT-2's Conv1D), as part `part` of `parts` equal ones
-    along the file's dim `dim`; `shape` is the parameter's own, whole."""
-
-    key: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def dim(self) -> int:
-        """The file's dim along which parts lie side by side: the parameter's rows."""
-        return 1 if self.transposed else 0
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the file's tensor, all parts."""
-        rows, *rest = self.shape
-        stored = (rows * self.parts, *rest)
-        return stored[::-1] if self.transposed else stored
-
-
-_LLAMA: Final = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.out": "self_attn.o_proj",
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-_GEMMA: Final = {**_LLAMA, "mlp_norm": "pre_feedforward_layernorm"}
-_GPT2: Final = {
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_FUSED: Final = ("attention.q", "attention.k", "attention.v")
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A family's words: the prefix of the trunk, of a layer inside it, of the ends, and of a layer's modules."""
-
-    trunk: str
-    layers: str
-    ends: Mapping[str, str]
-    modules: Mapping[str, str]
-    conv1d: bool = False
-
-
-_ENDS: Final = {"embedding.weight": "embed_tokens.weight", "head.norm": "norm"}
-_PLAIN: Final = _Names("model.", "layers", _ENDS, _LLAMA)
-_BY_FAMILY: Final[Mapping[str, _Names]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2"), _PLAIN),
-    **dict.fromkeys(("gemma2", "gemma3_text"), _Names("model.", "layers", _ENDS, _GEMMA)),
-    "gpt2": _Names(
-        "transformer.",
-        "h",
-        {"embedding.weight": "wte.weight", "embedding.positions.weight": "wpe.weight", "head.norm": "ln_f"},
-        _GPT2,
-        conv1d=True,
-    ),
-}
-
-HEAD_KEY: Final = "lm_head.weight"
+FLOATS: Final = ("BF16", "F16", "F32", "F64")
+"""dtypes of a file that are read, as safetensors names them."""
 
 BUFFERS: Final = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of keys that older files hold beside the parameters: tables that follow from the config."""
-
-
-def sources(model: Model) -> dict[str, Source]:
-    """Every logical parameter of the model, and where Hugging Face's class keeps it. Raises WeightsError for a family
-    whose names are not known here."""
-    names = _BY_FAMILY.get(model.family)
-    if names is None or model.loops > 1 or model.tail:
-        raise WeightsError(
-            model.name, [f"weights of the family {model.family} are not read; {', '.join(_BY_FAMILY)} are"]
-        )
-    return {
-        logical_name(model, unit, p): _source(names, model, unit, p)
-        for unit in model.units()
-        for p in unit.block.parameters
-        if p.name not in unit.block.tied
-    }
-
-
-def _source(names: _Names, model: Model, unit: Unit, p: Parameter) -> Source:
-    shape = tuple(model.dims[d] for d in p.dims)
-    name = f"{unit.name}.{p.name}"
-    module, _, leaf = p.name.rpartition(".")
-    if name == "head.output.weight":
-        return Source(HEAD_KEY, shape)
-    if unit.block.kind in (EMBEDDING, HEAD):
-        own, _, last = name.rpartition(".")
-        return Source(names.trunk + (names.ends[name] if name in names.ends else f"{names.ends[own]}.{last}"), shape)
-    key = f"{names.trunk}{names.layers}.{unit.name.removeprefix('layers.')}.{names.modules[module]}.{leaf}"
-    if not names.conv1d:
-        return Source(key, shape)
-    fused = module in _FUSED
-    return Source(key, shape, len(shape) > 1, _FUSED.index(module) if fused else 0, len(_FUSED) if fused else 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -168,14 +50,9 @@ class Weights:
         """The whole parameter, in the file's dtype."""
         return self._read(name, [slice(0, n) for n in self.places[name][2].shape])
 
-    def local(self, record: Record, tp: int, tp_index: int) -> torch.Tensor:
-        """A rank's part [record.shape] of a parameter: only these rows or columns are read."""
-        shape = self.places[record.name][2].shape
-        box = [slice(0, n) for n in shape]
-        if record.tp_dim is not None:
-            each = shape[record.tp_dim] // tp
-            box[record.tp_dim] = slice(tp_index * each, (tp_index + 1) * each)
-        return self._read(record.name, box)
+    def local(self, record: Record, tp_index: int) -> torch.Tensor:
+        """A rank's part [its box] of a parameter: only these rows or columns are read."""
+        return self._read(record.name, list(record.box(tp_index)))
 
     def _read(self, name: str, box: list[slice]) -> torch.Tensor:
         """A box of the parameter."""
@@ -187,23 +64,49 @@ class Weights:
         return (part.t() if source.transposed else part).contiguous()
 
 
-def open_weights(model: Model, folder: Path | str) -> Weights:
-    """The weights in a folder. Raises WeightsError with every missing, unexpected or mis-shaped tensor, OSError as the
-    system."""
-    root = Path(folder)
+def open_weights(model: Model, where: Path | str) -> Weights:
+    """The weights in a folder, or in one file. Raises WeightsError with every missing, unexpected or mis-shaped tensor
+    and, where the folder has a config.json, every key in which that is another model's; OSError as the system."""
+    root = Path(where)
     wanted = sources(model)
-    shapes, files = _listed(root)
-    alias = _aliases(shapes, {s.key for s in wanted.values()})
-    faults: list[str] = []
+    found = _listed(root)
+    alias = _aliases(found, {s.key for s in wanted.values()})
+    faults = _other_config(model, root / CONFIG)
     for source in {s.key: s for s in wanted.values()}.values():
         if source.key not in alias:
             faults.append(f"{source.key}: missing, wanted {_shown(source.stored_shape)}")
-        elif (found := shapes[alias[source.key]]) != source.stored_shape:
-            faults.append(f"{source.key}: found {_shown(found)}, wanted {_shown(source.stored_shape)}")
-    faults += _unexpected(model, set(shapes) - set(alias.values()))
+        else:
+            faults += _misfits(source, found[alias[source.key]])
+    faults += _unexpected(model, set(found) - set(alias.values()))
     if faults:
-        raise WeightsError(folder, faults)
-    return Weights(model, {n: (files[alias[s.key]], alias[s.key], s) for n, s in wanted.items()})
+        raise WeightsError(where, faults)
+    return Weights(model, {n: (found[alias[s.key]].path, alias[s.key], s) for n, s in wanted.items()})
+
+
+def _misfits(source: Source, found: _Stored) -> list[str]:
+    """What is wrong with the tensor that is there."""
+    faults: list[str] = []
+    if found.shape != source.stored_shape:
+        faults.append(f"{source.key}: found {_shown(found.shape)}, wanted {_shown(source.stored_shape)}")
+    if found.dtype not in FLOATS:
+        faults.append(f"{source.key}: found {found.dtype}, wanted one of {', '.join(FLOATS)}: not quantized")
+    return faults
+
+
+def _other_config(model: Model, path: Path) -> list[str]:
+    """Every key in which a config.json describes another model: some change no shape, and yet every logit."""
+    if not path.is_file():
+        return []
+    try:
+        theirs = to_config(load_model(str(path)))
+    except ModelError as error:
+        return [f"{CONFIG}: {fault}" for fault in error.faults]
+    ours = to_config(model)
+    return [
+        f"{CONFIG}: {key} is {theirs.get(key)!r}, the plan's model has {ours.get(key)!r}"
+        for key in dict.fromkeys((*ours, *theirs))
+        if theirs.get(key) != ours.get(key)
+    ]
 
 
 def _aliases(found: Mapping[str, object], wanted: set[str]) -> dict[str, str]:
@@ -228,29 +131,41 @@ def _shown(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
 
 
-def _listed(root: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
-    """Shapes and files of every key in the folder's files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    files: dict[str, Path] = {}
+class _Stored(NamedTuple):
+    """A tensor of a file, as its header says."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _listed(root: Path) -> dict[str, _Stored]:
+    """Every key in the files."""
+    listed: dict[str, _Stored] = {}
     faults: list[str] = []
     for path in _files(root):
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - the handle is no mapping
-                    if key in files:
-                        faults.append(f"{key}: in {files[key].name} and in {path.name}")
-                    files[key], shapes[key] = path, tuple(file.get_slice(key).get_shape())
+                    if key in listed:
+                        faults.append(f"{key}: in {listed[key].path.name} and in {path.name}")
+                    there = file.get_slice(key)
+                    listed[key] = _Stored(path, tuple(there.get_shape()), str(there.get_dtype()))
         except SafetensorError as error:
             faults.append(f"{path.name}: not a safetensors file: {error}")
         except OSError as error:
             faults.append(f"{path.name}: {error.strerror or error}")
     if faults:
         raise WeightsError(root, faults)
-    return shapes, files
+    return listed
 
 
 def _files(root: Path) -> list[Path]:
-    """The files that the index names, or every safetensors file of the folder."""
+    """The file itself, or of a folder the files that its index names, or all of its safetensors files."""
+    if not root.exists():
+        raise WeightsError(root, ["no such file; wanted a safetensors file, or a folder of them"])
+    if not root.is_dir():
+        return [root]
     index = root / INDEX
     if not index.exists():
         found = sorted(root.glob("*.safetensors"))
@@ -274,23 +189,29 @@ def _files(root: Path) -> list[Path]:
 
 
 def save_weights(
-    model: Model, whole: Callable[[str], torch.Tensor], folder: Path | str, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: Model,
+    whole: Callable[[str], torch.Tensor],
+    folder: Path | str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    context: int | None = None,
 ) -> list[Path]:
-    """Write the model's parameters, `whole(logical name)` each, as Hugging Face's class reads them; the files.
+    """Write the model's config.json and its parameters, `whole(logical name)` each, as Hugging Face's class reads
+    them; the files of weights. Raises WeightsError for a model of which there is no such class, and OSError.
 
     One file, or shards of at most `max_shard_bytes` (a larger tensor has one of its own) and an index. A shard's
     tensors are asked for together, so that one shard is in memory at a time. Files of these names are replaced.
     """
-    root = Path(folder)
+    root, dtype = Path(folder), whole(TIED).dtype
     root.mkdir(parents=True, exist_ok=True)
     by_key: dict[str, list[tuple[str, Source]]] = {}
     for name, source in sources(model).items():
         by_key.setdefault(source.key, []).append((name, source))
-    element = whole(TIED).element_size()
+    config = hf_config(model, context) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (root / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shards: list[list[str]] = [[]]
     filled = 0
     for key, parts in by_key.items():
-        size = prod(parts[0][1].stored_shape) * element
+        size = prod(parts[0][1].stored_shape) * dtype.itemsize
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -302,7 +223,11 @@ def save_weights(
     for name, keys in zip(names, shards, strict=True):
         tensors = {key: _stored(by_key[key], whole) for key in keys}
         total += sum(t.numel() * t.element_size() for t in tensors.values())
-        save_file(tensors, root / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, root / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # the library's word for what the system said
+            raise OSError(None, str(error), str(root / name)) from error
+        (root / name).chmod((root / CONFIG).stat().st_mode)  # the library makes it the owner's alone
     if n > 1:
         table = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True)

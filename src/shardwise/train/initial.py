@@ -15,34 +15,32 @@ CHUNK_ROWS = 256
 """Rows that share one generator: a rank draws only the chunks that it holds rows of."""
 
 
-def initial_values(model: Model, record: Record, tp: int, tp_index: int, seed: int) -> torch.Tensor:
-    """This rank's part [record.shape] of a parameter, in float64: norms begin as the identity, biases as zero, all
-    else is normal.
+def initial_values(model: Model, record: Record, tp_index: int, seed: int) -> torch.Tensor:
+    """This rank's part [its box] of a parameter, in float64: norms begin as the identity, biases as zero, all else is
+    normal.
 
     The deviation is 0.02, that of products into the residual stream 0.02 / sqrt(2 layers) (GPT-2, Radford et al.
     2019, section 2.3).
     """
-    if len(record.shape) == 1:
+    rows, *columns = record.box(tp_index)
+    if not columns:
         zero = record.name.endswith(".bias") or form_of(model).norm_offset
-        return torch.full(record.shape, 0.0 if zero else 1.0, dtype=torch.float64)
-    rows, columns = record.shape
+        return torch.full((rows.stop - rows.start,), 0.0 if zero else 1.0, dtype=torch.float64)
     into_stream = record.name.endswith(("attention.out.weight", "mlp.down.weight"))
     deviation = 0.02 / math.sqrt(2 * model.layers) if into_stream else 0.02
-    if record.tp_dim == 1:
-        whole = _rows(record.name, 0, rows, columns * tp, seed)
-        return whole[:, tp_index * columns : (tp_index + 1) * columns].mul(deviation)
-    start = tp_index * rows if record.tp_dim == 0 else 0
-    return _rows(record.name, start, start + rows, columns, seed).mul_(deviation)
+    return _normal(record, rows, columns[0], seed).mul_(deviation)
 
 
-def _rows(name: str, start: int, stop: int, columns: int, seed: int) -> torch.Tensor:
-    """Rows start .. stop of the whole parameter, standard normal [stop - start, columns]."""
-    out = torch.empty(stop - start, columns, dtype=torch.float64)
+def _normal(record: Record, rows: slice, columns: slice, seed: int) -> torch.Tensor:
+    """A box of the whole parameter, standard normal."""
+    start, stop = rows.start, rows.stop
+    out = torch.empty(stop - start, columns.stop - columns.start, dtype=torch.float64)
     for chunk in range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS)):
         first = chunk * CHUNK_ROWS
-        digest = hashlib.sha256(f"{seed}/{name}/{chunk}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}/{record.name}/{chunk}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = torch.randn(CHUNK_ROWS, columns, dtype=torch.float64, generator=generator)
+        drawn = torch.randn(CHUNK_ROWS, record.whole[1], dtype=torch.float64, generator=generator)
         low, high = max(start, first), min(stop, first + CHUNK_ROWS)
-        out[low - start : high - start] = drawn[low - first : high - first]
+        if low < high:
+            out[low - start : high - start] = drawn[low - first : high - first, columns]
     return out

@@ -23,17 +23,19 @@ from shardwise.mesh import DATA
 from shardwise.model.hf import to_config
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import Plan, TrainSettings
+from shardwise.plan.plan import Plan
+from shardwise.plan.settings import TrainSettings
 from shardwise.train.data import Corpus, read_corpus
 from shardwise.train.distributed import CommError, close_world, open_world
 from shardwise.train.environment import is_reporter, launched, local_world_size
 from shardwise.train.launch import RankFailed, failure_of, launch
 from shardwise.train.optim import OptimizerSettings
 from shardwise.train.options import Options
-from shardwise.train.rank import Rank, build_rank, train_step
+from shardwise.train.rank import Rank, build_rank, set_weights, train_step
 
 if TYPE_CHECKING:
     from shardwise.train.checkpoint import Checkpoint, Saver
+    from shardwise.train.hf_weights import Weights
 
 TIMEOUT_S = 300.0
 """Longest wait for another rank: it bounds a hang and the work of a stage. A rank that ends is noticed at once."""
@@ -59,7 +61,7 @@ class NotFiniteError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step as rank 0 tells it. `mfu`: None where the device has no known peak; `saved`: a new checkpoint."""
+    """One step as rank 0 tells it. `mfu`: None where the device's file has no peak; `saved`: a new checkpoint."""
 
     step: int
     steps: int
@@ -78,13 +80,20 @@ OnStep = Callable[[StepReport], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every rank is started with. `settings` are the plan's with the options' in their place."""
+    """What every rank is started with. `settings` are the plan's with the options' in their place; `weights` are the
+    first ones, where they are not drawn from the seed."""
 
     plan: Plan
     settings: TrainSettings
     options: Options
     corpus: Corpus
     resume: Checkpoint | None = None
+    weights: Weights | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """Of the first weights; None where they come from files."""
+        return self.settings.seed if self.resume is None and self.weights is None else None
 
     @property
     def start(self) -> int:
@@ -97,6 +106,7 @@ class Run:
         model = {f"model.{key}": value for key, value in to_config(job.model).items()}
         return model | {
             "state type": job.precision.accumulate,
+            "optimizer": job.optimizer.name,
             "seq_len": job.seq_len,
             "global_batch": job.global_batch,
             "seed": settings.seed,
@@ -115,7 +125,7 @@ def train(
 
     Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
     run a torch operation. `on_start` is called once nothing more can be wrong with the input. Raises
-    WorldMismatchError, DataError or CheckpointError before any rank starts, and RankFailed after.
+    WorldMismatchError, DataError, WeightsError or CheckpointError before any rank starts, and RankFailed after.
     """
     place = launched()
     _check_world(plan, place)
@@ -166,7 +176,7 @@ def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:
 
 
 def _prepare(plan: Plan, steps: int | None, options: Options) -> Run:
-    """Everything about data and checkpoints that can be wrong is found before a rank starts."""
+    """Everything about data, weights and checkpoints that can be wrong is found before a rank starts."""
     settings = plan.train or TrainSettings()
     settings = replace(settings, steps=steps or settings.steps, data=options.data or settings.data)
     job = plan.job
@@ -174,6 +184,10 @@ def _prepare(plan: Plan, steps: int | None, options: Options) -> Run:
         settings.data, job.seq_len, settings.seed, job.global_batch, vocab=job.model.vocab, tokenizer=options.tokenizer
     )
     run = Run(plan, settings, options, corpus)
+    if options.init_from is not None:
+        from shardwise.train.hf_weights import open_weights
+
+        run = replace(run, weights=open_weights(job.model, options.init_from))
     if options.save is None and options.resume is None:
         return run
     from shardwise.train import checkpoint  # half a second: once here, not once in every forked rank
@@ -216,8 +230,9 @@ def _run_rank(
     comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
     among = _all_ranks(run)
     optimizer = OptimizerSettings.of(run.settings)
-    seed = run.settings.seed if run.resume is None else None  # all weights come from the checkpoint
-    built = build_rank(run.plan.job, run.plan.layout, comm, labels, seed=seed, settings=optimizer)
+    built = build_rank(run.plan.job, run.plan.layout, comm, labels, seed=run.seed, settings=optimizer)
+    if run.weights is not None:
+        set_weights(built, run.weights.local)
     saver = _restore(built, run, among) if among is not None else None
     with _profiled(run.options.profile, rank) as advance:
         reports = _steps(built, run, saver, on_step if rank == 0 else None, advance)
@@ -253,7 +268,8 @@ def _steps(
     for step in range(run.start, steps):
         started = time.perf_counter()
         try:
-            learning_rate = _set_learning_rate(rank, run, step)
+            learning_rate = run.settings.learning_rate_at(step)
+            rank.optimizer.set_learning_rate(learning_rate)
             result = train_step(rank, *_micro_batches(rank, run.corpus, step))
             loss, norm = float(result.loss), float(result.norm)
             _require_finite(loss, norm)
@@ -286,13 +302,6 @@ def _save(saver: Saver | None, steps: int, due: bool) -> None:
             saver.start(steps)
 
 
-def _set_learning_rate(rank: Rank, run: Run, step: int) -> float:
-    value = run.settings.learning_rate * run.options.schedule.factor(step, run.settings.steps)
-    for group in rank.optimizer._adamw.param_groups:
-        group["lr"] = value
-    return value
-
-
 def _require_finite(loss: float, norm: float) -> None:
     if not (isfinite(loss) and isfinite(norm)):
         raise NotFiniteError(f"loss {loss:g}, gradient norm {norm:g}: take a smaller learning_rate or clip_norm")
@@ -313,9 +322,8 @@ def _peak_memory_bytes(device: torch.device) -> int:
 
 
 def _mfu(job: Job, layout: Layout, seconds: float) -> float | None:
-    """Model FLOPs over those of the peak; a CPU's peak is no published figure."""
-    device = job.cluster.device
-    peak = 0.0 if device.name == "cpu" else device.peak_flops.get(job.precision.product_dtype, 0.0)
+    """Model FLOPs over those of the peak that the device's file gives for the products' dtype."""
+    peak = job.cluster.device.peak_flops.get(job.precision.product_dtype, 0.0)
     done = flops_per_token(job.model, job.seq_len) * job.tokens
     return done / (seconds * layout.world_size * peak) if peak else None
 

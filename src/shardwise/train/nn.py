@@ -14,8 +14,8 @@ import torch
 from shardwise.model.families.forms import form_of
 from shardwise.model.spec import Model, Op, Unit
 from shardwise.placement import stream_edges
-from shardwise.train import again, attention, ends, ops
-from shardwise.train.again import Remake
+from shardwise.train import attention, ends, ops
+from shardwise.train.again import Again, Remake
 from shardwise.train.ops import Affine, NormForm, Place
 from shardwise.train.weights import Slot, WeightQueue
 from shardwise.train.world import World
@@ -47,7 +47,8 @@ class UnitModule:
             for op in unit.block.ops
         }
         partly = context.recompute not in ("none", "full")
-        self.dropped = {op.kind for op in unit.block.again(context.recompute)} if partly else set[str]()
+        kinds = {op.kind for op in unit.block.again(context.recompute)} if partly else set[str]()
+        self.again = Again(kinds, context.world.labels)
         self.norms = {op.name: self._norm_form(op) for op in unit.block.ops if op.kind == "norm"}
         self.scores, self.rope = self._attention_form()
 
@@ -75,7 +76,13 @@ class UnitModule:
         return ops.norm(x, self.affine(name), self.norms[name], self.places[name])
 
     def norm_inside(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return ops.norm_inside(x, self.affine(name), self.norms[name], self.places[name])
+        """Of q or k. Attention rotates the result in its place; so does a second run."""
+        norm = partial(ops.norm_inside, own=self.affine(name), form=self.norms[name], place=self.places[name])
+
+        def second(x: torch.Tensor) -> torch.Tensor:
+            return attention.turned_(norm(x).detach(), self.rope, self.scores)
+
+        return self.again.run("norm", Remake(norm, second, kept=1), x)
 
     def column(self, name: str, x: torch.Tensor, *weights: str, hand: bool = False) -> tuple[torch.Tensor, ...]:
         return ops.column_linear(x, tuple(self.affine(w) for w in weights), self.places[name], hand)
@@ -86,12 +93,9 @@ class UnitModule:
         if name not in self.places:
             return self.column(product, x, *weights, hand=True)
 
-        def norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.norm(name, x)
-
-        (normed, residual), reading = again.run(Remake(norm, norm, kept=1), "norm" in self.dropped, x)
-        with reading:
-            return *self.column(product, normed, *weights), residual
+        norm = partial(self.norm, name)
+        normed, residual = self.again.run("norm", Remake(norm, norm, kept=1), x)
+        return *self.column(product, normed, *weights), residual
 
     def closed(
         self, sublayer: str, product: str, inner: list[torch.Tensor], residual: torch.Tensor, dead: bool
@@ -102,7 +106,12 @@ class UnitModule:
         if name not in self.places:
             return ops.row_linear(inner.pop(), own, residual, place, dead)
         made = ops.row_linear(inner.pop(), own, None, place)
-        return ops.norm_after(made, residual, self.affine(name), self.norms[name], self.places[name], dead)
+        norm = partial(ops.norm_after, own=self.affine(name), form=self.norms[name], place=self.places[name])
+        if sublayer == "attention":
+            return self.again.run("norm", Remake(norm, norm, kept=1), made, residual)
+        # The unit's own output is read by nobody in its backward: a second run needs no residual.
+        last = Remake(partial(norm, residual=residual, dead=dead), lambda z: norm(z, z, dead=True), kept=1, read=False)
+        return self.again.run("norm", last, made)
 
     def embedding(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> x [t, h]"""
@@ -114,7 +123,8 @@ class UnitModule:
 
     def layer(self, x: torch.Tensor, dead: bool = False) -> torch.Tensor:
         """x [t, h] -> [t, h]. `dead`: the output itself is not wanted (recomputation)."""
-        return self.mlp(self.attention(x), dead)
+        with self.again.forward():
+            return self.mlp(self.attention(x), dead)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v, residual = self.opened("attention", "attention.qkv", x, "attention.q", "attention.k", "attention.v")
@@ -122,27 +132,25 @@ class UnitModule:
             q = self.norm_inside("attention.q_norm", q)
             k = self.norm_inside("attention.k_norm", k)
         rotated = partial(attention.attention, rope=None, scores=self.scores)
-        core = Remake(partial(rotated, rope=self.rope), rotated, kept=4, output=False)  # all but the log-sum-exp
-        inner = [again.run(core, "attention" in self.dropped, q, k, v)[0]]
+        # Of q, k, v, the output and its log-sum-exp the last one is made again, from q and k as they were rotated.
+        core = Remake(partial(rotated, rope=self.rope), rotated, kept=4, read=False)
+        inner = [self.again.run("attention", core, q, k, v)]
         del q, k, v
         return self.closed("attention", "attention.out", inner, residual, dead=False)
 
     def mlp(self, x: torch.Tensor, dead: bool) -> torch.Tensor:
-        activation = self.form.activation
+        name = self.form.activation
         if "mlp.gate_up" in self.places:
             gate, up, residual = self.opened("mlp", "mlp.gate_up", x, "mlp.gate", "mlp.up")
-            gated = partial(ops.gated, name=activation)
-            product, reading = again.run(Remake(gated, gated, kept=2), "swiglu" in self.dropped, gate, up)
+            gated = partial(ops.gated, name=name)
+            inner = [self.again.run("swiglu", Remake(gated, gated, kept=2), gate, up)]
             del gate, up
         else:
             up, residual = self.opened("mlp", "mlp.up", x, "mlp.up")
-            active = partial(ops.activation, name=activation)
-            product, reading = again.run(Remake(active, active, kept=1), "activation" in self.dropped, up)
+            active = partial(ops.activation, name=name)
+            inner = [self.again.run("activation", Remake(active, active, kept=1), up)]
             del up
-        inner = [product]
-        del product
-        with reading:
-            return self.closed("mlp", "mlp.down", inner, residual, dead)
+        return self.closed("mlp", "mlp.down", inner, residual, dead)
 
     def head(self, x: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """x [t, h], targets [T] -> this micro-batch's part of the loss."""
@@ -151,7 +159,8 @@ class UnitModule:
         del normed
         cap = self.form.logit_cap
         capped = None if cap is None else ends.Cap(cap, self.context.model.head_dim)
-        return ends.cross_entropy(logits, targets, scale, self.places["loss"], capped)
+        made = ends.Output(self.slots["output.weight"], capped)
+        return ends.cross_entropy(logits, targets, scale, self.places["loss"], made)
 
 
 def rope_tables(model: Model, seq_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -192,7 +192,7 @@ class _Linear(torch.autograd.Function):
         if call.hand:
             dx.add_(gradients[-1])
         if place.queue.deferred is None and outer is not None:
-            _of(products[0].weight).add(torch.mm(outer.t(), x))
+            _of(products[0].weight).add_product(outer, x)
             _add_bias(products[0], gradients[0])
         else:
             # Detached, or the queue would hold the graph behind x.
@@ -229,7 +229,7 @@ def _weight_gradients(
     whole = x if call.row else place.enter(x)
     for p, g in zip(products, gradients, strict=False):  # behind them the residual's, which is held as long
         g_whole = move(g, place.out.dual, place.world, TP, place.name) if call.row else g
-        _of(p.weight).add(torch.mm(g_whole.t(), whole))
+        _of(p.weight).add_product(g_whole, whole)
         _add_bias(p, g)
 
 

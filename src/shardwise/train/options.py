@@ -1,14 +1,12 @@
-"""What a run is asked beside its plan: where to save, what to go on from, how the learning rate moves."""
+"""What a run is asked beside its plan: what to start or go on from, and where to save."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-DECAYS: Final = ("constant", "linear", "cosine")
 SAVE_EVERY: Final = 100
 KEEP: Final = 2
 
@@ -46,36 +44,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """The learning rate's factor: up linearly over `warmup` steps, then down to `floor` at the last step.
-
-    "cosine" as of Loshchilov and Hutter 2017 (SGDR), equation 5 with one period; "constant" stays at 1.
-    """
-
-    warmup: int = 0
-    decay: str = "constant"
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            raise OptionError([f"--decay: found {self.decay!r}; wanted one of {', '.join(DECAYS)}"])
-
-    def factor(self, step: int, steps: int) -> float:
-        """Of step 0 .. steps - 1: a function of the step alone, so a run goes on as if it had never stopped."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, steps - 1 - self.warmup)
-        down = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}[self.decay]
-        return 1 - (1 - self.floor) * down
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """Of one run. `data` replaces the plan's; `tokenizer` is a tokenizers file, None for bytes.
 
     `save` is the folder of checkpoints, one every `save_every` steps and one at the end, of which the last `keep` stay;
-    `resume` a checkpoint or a folder of them. `metrics` is a JSONL file, by default in `save`; `profile` a folder for a
-    Chrome trace of each rank.
+    `resume` a checkpoint or a folder of them; `init_from` a safetensors file or a folder of them, the first weights.
+    `metrics` is a JSONL file, by default in `save`; `profile` a folder for a Chrome trace of each rank.
     """
 
     data: str | None = None
@@ -86,7 +60,11 @@ class Options:
     resume: Path | None = None
     metrics: Path | None = None
     profile: Path | None = None
-    schedule: Schedule = Schedule()
+    init_from: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.resume is not None:
+            raise OptionError(["--init-from: refused beside --resume, whose checkpoint has the weights; leave one out"])
 
     @property
     def metrics_file(self) -> Path | None:

@@ -126,6 +126,8 @@ class Executor:
                 state.open_gradient()
             case Do.REDUCE:
                 state.reduce(x.final)
+            case Do.TWIN:
+                state.twin()
             case _:
                 state.tie()
 

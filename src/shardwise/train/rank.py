@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,10 @@ from shardwise.collective import Labels
 from shardwise.model.spec import Model, Unit
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, LayoutError
-from shardwise.plan.plan import TrainSettings
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.runs import runs_here
-from shardwise.plan.shards import RankUnits, logical_name, rank_units, stages_of, tied_ranks
+from shardwise.plan.settings import TrainSettings
+from shardwise.plan.shards import RankUnits, Record, degrees, kv_copies, logical_name, rank_units, stages_of, tied_ranks
 from shardwise.train.comm import Comm
 from shardwise.train.initial import initial_values
 from shardwise.train.nn import Context, UnitModule, rope_tables
@@ -85,22 +86,23 @@ def build_rank(
     compute, wide = torch_dtype(precision.compute), torch_dtype(precision.accumulate)
     pp_rank = layout.mesh.coordinates(comm.rank)["pp"]
     held = rank_units(model, layout, pp_rank)
-    world = World(layout.mesh, comm, labels, tied_ranks(model, layout), _twins(model, layout, held))
-    states = {name: UnitState(s, layout.zero, precision, world, device) for name, s in held.storages.items()}
+    twins, copies = _twins(model, layout, held), int(kv_copies(model, degrees(layout)))
+    world = World(layout.mesh, comm, labels, tied_ranks(model, layout), twins, copies)
+    states = {name: UnitState(s, layout.zero, job, world, device) for name, s in held.storages.items()}
     queue = WeightQueue()
     cos, sin = rope_tables(model, job.seq_len, compute)
     context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)), layout.recompute)
     modules: dict[str, UnitModule] = {}
     for unit in held.units:
         modules[unit.name] = UnitModule(unit, _slots_of(model, unit, held, states), context)
-    if seed is not None:
-        for state in states.values():
-            _load(state, job, layout, world, seed)
     cut = job.cut(layout)
     shape = (cut.tokens // (layout.tp if layout.sp else 1), model.hidden)
     executor = Executor(world, held, modules, states, queue, shape, layout.recompute == "full")
-    optimizer = Optimizer(states.values(), settings or OptimizerSettings.of(TrainSettings()))
-    return Rank(job, layout, world, states, executor, optimizer, wide, device)
+    optimizer = Optimizer(states.values(), job.optimizer, settings or OptimizerSettings.of(TrainSettings()))
+    rank = Rank(job, layout, world, states, executor, optimizer, wide, device)
+    if seed is not None:
+        set_weights(rank, lambda record, tp_index: initial_values(model, record, tp_index, seed))
+    return rank
 
 
 def _twins(model: Model, layout: Layout, held: RankUnits) -> tuple[int, ...]:
@@ -115,10 +117,11 @@ def _slots_of(model: Model, unit: Unit, held: RankUnits, states: dict[str, UnitS
     return {p.name: every[logical_name(model, unit, p)] for p in unit.block.parameters}
 
 
-def _load(state: UnitState, job: Job, layout: Layout, world: World, seed: int) -> None:
-    records = state.storage.records
-    values = {r.name: initial_values(job.model, r, layout.tp, world.index("tp"), seed) for r in records}
-    state.load({name: value.to(state.wide) for name, value in values.items()})
+def set_weights(rank: Rank, part: Callable[[Record, int], torch.Tensor]) -> None:
+    """Set every parameter from `part(record, tensor-parallel index)`, the record's box of the whole, in any dtype."""
+    tp_index = rank.world.index("tp")
+    for state in rank.states.values():
+        state.load({r.name: part(r, tp_index).to(state.wide) for r in state.storage.records})
 
 
 def train_step(

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardwise.train.chunks import PARTS, Chunk, Shape
+from shardwise.train.chunks import Chunk, Shape
 from shardwise.train.launch import failure_of
 
 Buffers = dict[str, torch.Tensor]
@@ -144,12 +144,11 @@ def _once(plans: list[SavePlan]) -> list[SavePlan]:
 def _require_whole(shapes: dict[str, Shape], metadata: Metadata) -> None:
     """Every element of every tensor is written once. Raises Fault."""
     for name, shape in shapes.items():
-        for part in PARTS:
-            saved = metadata.state_dict_metadata.get(f"{name}/{part}")
-            boxes = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
-            held, wanted = sum(box.sizes.numel() for box in boxes), torch.Size(shape).numel()
-            if held != wanted:
-                raise Fault("fault", f"{name}/{part}: the ranks hold {held:,} of {wanted:,} elements")
+        saved = metadata.state_dict_metadata.get(name)
+        boxes = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
+        held, wanted = sum(box.sizes.numel() for box in boxes), torch.Size(shape).numel()
+        if held != wanted:
+            raise Fault("fault", f"{name}: the ranks hold {held:,} of {wanted:,} elements")
 
 
 class ChunkLoadPlanner(LoadPlanner):

@@ -1,6 +1,6 @@
 """The model state of one unit on one rank: DDP, ZeRO-1 to 3 and HSDP, by the storage's records alone.
 
-zero   weights              gradient                      master, moments
+zero   weights              gradient                      master, the optimizer's states
 0      whole                whole                         whole (the weights themselves where no cast is needed)
 1      whole                whole, padded to the shards   this rank's shard
 2      whole                whole only in one backward    this rank's shard; the gradient's shard as well
@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.collective import Kind, Phase
-from shardwise.plan.job import Precision
-from shardwise.plan.shards import Record, Storage, gradient_moves
+from shardwise.plan.job import Job
+from shardwise.plan.shards import GradientMove, Record, Storage, gradient_moves, twin_move
 from shardwise.train.comm import Work
 from shardwise.train.weights import Slot, shard_blocks
 from shardwise.train.world import TIED_AXES, World
@@ -24,12 +24,21 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def _padded(value: torch.Tensor, record: Record) -> torch.Tensor:
+    """The value [shape of the record] of a part that may be shorter."""
+    if value.shape == record.shape:
+        return value
+    whole = value.new_zeros(record.shape)
+    whole[tuple(slice(n) for n in value.shape)] = value
+    return whole
+
+
 class UnitState:
     """Buffers of one storage. `compute` is the dtype of the products, `wide` of sums and of the optimizer."""
 
-    def __init__(self, storage: Storage, zero: int, precision: Precision, world: World, device: torch.device) -> None:
+    def __init__(self, storage: Storage, zero: int, job: Job, world: World, device: torch.device) -> None:
         self.storage, self.zero, self.world = storage, zero, world
-        self.compute, self.wide = torch_dtype(precision.compute), torch_dtype(precision.accumulate)
+        self.compute, self.wide = torch_dtype(job.precision.compute), torch_dtype(job.precision.accumulate)
         self.index = world.index("dp_shard") if storage.shards > 1 else 0
         n, shard = storage.shards, storage.shard_numel
 
@@ -39,7 +48,7 @@ class UnitState:
         self.weights: torch.Tensor | None = zeros(storage.numel, self.compute) if zero < 3 else None
         aliased = self.weights if zero == 0 and self.compute == self.wide else None
         self.master: torch.Tensor = zeros(shard, self.wide) if aliased is None else aliased
-        self.moments = zeros(shard, self.wide), zeros(shard, self.wide)
+        self.moments = {name: zeros(shard, self.wide) for name in job.optimizer.states}
         self.gradient: torch.Tensor | None = zeros(n * shard, self.wide) if zero < 2 else None
         self.gradient_shard: torch.Tensor = (
             zeros(shard, self.wide) if self.gradient is None else self._part(self.gradient)
@@ -72,9 +81,11 @@ class UnitState:
         return flat.view(self.storage.shards, -1)[:, record.offset : record.offset + record.shard_numel]
 
     def load(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the parameters from their local values [shape of the record], in the wide dtype."""
+        """Set the parameters from their local values [the rank's box of the record], in the wide dtype; padding is 0
+        and stays so, since its gradient is."""
         for name, slot in self.slots.items():
-            record, value = slot.record, values[name]
+            record = slot.record
+            value = _padded(values[name], record)
             if self.weights is not None:
                 slot.parameter.data.copy_(value)
             padded = value.new_zeros(self.storage.shards, record.shard_numel)
@@ -124,13 +135,21 @@ class UnitState:
     # Every kind: gradients are summed.
 
     def reduce(self, final: bool) -> None:
-        """Sum this rank's gradient: over the shards' axis first, and when `final`, its shard over every other axis."""
-        world, unit = self.world, self.storage.unit
+        """Sum this rank's gradient: over the shards' axis first, and when `final`, its shard over every other axis of
+        the mesh."""
         for move in gradient_moves(self.storage, self.zero, final):
             if move.kind is Kind.REDUCE_SCATTER:
                 self._scatter()
             else:
-                world.all_reduce(self.gradient_shard[: move.elements], move.axes, unit, Phase.REDUCE)
+                self._sum(move)
+
+    def twin(self) -> None:
+        """Sum the gradients of the two copies of our stage."""
+        self._sum(twin_move(self.storage))
+
+    def _sum(self, move: GradientMove) -> None:
+        part = self.gradient_shard[move.start : move.start + move.elements]
+        self.world.all_reduce(part, move.axes, self.storage.unit, Phase.REDUCE)
 
     def _scatter(self) -> None:
         """The whole gradient into this rank's shard: in place, or added to what earlier micro-batches left there."""
@@ -162,7 +181,7 @@ class UnitState:
         total = torch.zeros((), dtype=self.wide, device=self.master.device)
         for record in self.storage.records:
             twin = record.copies > 1 and self.storage.unit != "embedding"
-            if twin or (record.tp_dim is None and world.index("tp") != 0):
+            if twin or not record.counted(world.index("tp")):
                 continue
             part = self.gradient_shard[record.offset : record.offset + record.shard_numel]
             total += torch.linalg.vector_norm(part).square()

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.collective import Kind, Labels
 from shardwise.mesh import COLLECTIVES, Axes, Mesh
-from shardwise.plan.shards import TWINS
+from shardwise.plan.shards import COPIES, TWINS
 from shardwise.train.comm import Comm, Group
 
 TIED_AXES = ("tied",)
@@ -19,11 +19,18 @@ TIED_AXES = ("tied",)
 class World:
     """Groups are made once, eagerly, in the same order on every rank; a group of one is None and costs nothing.
 
-    `twins` are the pipeline ranks that hold our stages, where a schedule holds them twice.
+    `twins` are the pipeline ranks that hold our stages, where a schedule holds them twice; `kv_copies` neighbouring
+    tensor-parallel ranks hold the same kv heads.
     """
 
     def __init__(
-        self, mesh: Mesh, comm: Comm, labels: Labels, tied: tuple[int, ...] = (), twins: tuple[int, ...] = ()
+        self,
+        mesh: Mesh,
+        comm: Comm,
+        labels: Labels,
+        tied: tuple[int, ...] = (),
+        twins: tuple[int, ...] = (),
+        kv_copies: int = 1,
     ) -> None:
         self.mesh, self.comm, self.labels = mesh, comm, labels
         self.rank = comm.rank
@@ -31,6 +38,7 @@ class World:
         self.groups: dict[Axes, Group | None] = {}
         for axes in COLLECTIVES:
             self.groups[axes] = self._make(axes, mesh.group(self.rank, axes))
+        self.groups[COPIES] = self._make(COPIES, mesh.neighbours(self.rank, "tp", kv_copies))
         if mesh.degree("pp") > 1:
             comm.point_to_point_group(mesh.group(self.rank, ("pp",)))
         self.groups[TWINS] = self._make(TWINS, tuple(map(self.peer, twins)))

@@ -6,7 +6,7 @@ Everything heavy is imported inside the functions: `--help` and a wrong option c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from shardwise.model.spec import Model
     from shardwise.plan.job import Precision
     from shardwise.plan.layout import Layout
+    from shardwise.plan.optimizer import OptimizerSpec
+    from shardwise.plan.plan import Plan
     from shardwise.plan.stack import Stack
     from shardwise.search.limits import Limits
     from shardwise.view.review import Request
@@ -45,6 +47,7 @@ class Wishes:
     stack: str | None = None
     imbalance: float | None = None
     mfu: str | None = None
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,12 @@ def read_request(subject: str, wishes: Wishes, planning: bool = False) -> Reques
     if planning and assumed:
         faults.found.append("--batch-tokens or --batch: missing; it decides which is best, such as --batch-tokens 4M")
     imbalance, mfu = read_imbalance(wishes.imbalance, model, faults), read_convention(wishes.mfu, faults)
+    optimizer = read_optimizer(wishes.optimizer, faults)
     if faults.found or model is None or cluster is None or stack is None:
         raise InputError(faults.found)
     if wishes.seq is None:
         assumed = (f"--seq {seq_len}", *assumed)
-    job = Job(under(model, stack), cluster, seq_len, batch, PRECISIONS[name], stack, imbalance)
+    job = Job(under(model, stack), cluster, seq_len, batch, PRECISIONS[name], stack, imbalance, optimizer)
     return Request(job, layout, (*assumed, *without_effect(wishes.layout, layout)), mfu)
 
 
@@ -136,6 +140,15 @@ def read_stack(name: str | None, faults: Faults) -> Stack | None:
     from shardwise.plan.stack import SHARDWISE
 
     return SHARDWISE if name is None else faults.take("--stack", lambda: find_stack(name))
+
+
+def read_optimizer(name: str | None, faults: Faults) -> OptimizerSpec:
+    """What keeps how much beside the weights: AdamW where none is named."""
+    from shardwise.plan.optimizer import ADAMW, OPTIMIZERS
+
+    if name is not None and name not in OPTIMIZERS:
+        faults.found.append(f"--optimizer: found {name[:40]!r}; wanted one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS.get(name or "", ADAMW)
 
 
 def read_imbalance(value: float | None, model: Model | None, faults: Faults) -> float:
@@ -229,7 +242,28 @@ def read_plan_request(path: str, wishes: Wishes) -> Request:
         raise InputError(faults.found)
     if wrong := unknown_rate(found.job.cluster.device, found.job.precision):
         raise InputError([f"{path}: {fault}" for fault in wrong])
-    return Request(found.job, layout or found.layout, tuple(without_effect(wishes.layout, layout)), mfu)
+    assumed = tuple(without_effect(wishes.layout, layout))
+    return Request(found.job, layout or found.layout, assumed, mfu, found.train)
+
+
+def read_recipe(path: str, **given: object) -> Plan:
+    """A plan file's plan, its training settings with what was given in their place; None is not given. Raises
+    InputError with all faults, those of the options by their names."""
+    from shardwise.plan.plan import load_plan
+    from shardwise.plan.settings import TrainSettings, read_settings
+    from shardwise.plan.table import Table
+
+    faults = Faults()
+    found = faults.take("", lambda: load_plan(path))
+    settings = TrainSettings() if found is None or found.train is None else found.train
+    wrong: list[str] = []
+    given = {key: value for key, value in given.items() if value is not None}
+    settings = read_settings(Table(asdict(settings) | given, "--", wrong))
+    said = (fault.partition(":") for fault in wrong)
+    faults.found += [option.replace("_", "-") + colon + wanted for option, colon, wanted in said]
+    if faults.found or found is None:
+        raise InputError(faults.found)
+    return replace(found, train=settings)
 
 
 def read_model(spec: str, seq: str | None) -> tuple[Model, int]:

@@ -12,6 +12,7 @@ from shardwise.account.compute import CONVENTIONS, describe
 from shardwise.model.hf import catalog, load_model, to_config
 from shardwise.model.spec import Model
 from shardwise.plan.job import PRECISIONS
+from shardwise.plan.optimizer import ADAMW
 from shardwise.units import format_count, format_flops
 from shardwise.view import words
 from shardwise.view.tables import plain, section
@@ -133,10 +134,10 @@ def _flops(of: dict[str, Any]) -> Table:
 
 def _state(m: Model) -> str:
     p = PRECISIONS["bf16"]
-    each = p.compute_bytes + 4 * p.accumulate_bytes  # gradients, master weights and two moments
+    each = p.compute_bytes + (2 + len(ADAMW.states)) * p.accumulate_bytes  # gradients, master weights and moments
     parameters = m.parameters + m.tail_parameters
     return (
-        f"Weights, gradients and AdamW's state take {each} bytes a parameter in bf16 training, "
+        f"Weights, gradients and {ADAMW.title}'s state take {each} bytes a parameter in bf16 training, "
         f"{words.over(each * parameters)} in all, before activations, buffers and what the allocator adds: "
         "`shardwise fit` counts those too."
     )

@@ -21,6 +21,12 @@ BatchTokens = Annotated[
 PrecisionName = Annotated[
     str | None, typer.Option("--precision", metavar="P", help="bf16 (default), fp8, fp16, bf16-pure, fp32 or fp64.")
 ]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer", metavar="NAME", help="adamw (default), sgd-momentum or sgd: 2, 1 or 0 states a parameter."
+    ),
+]
 StackName = Annotated[
     str | None,
     typer.Option("--stack", metavar="NAME", help="Under whose software: megatron, torchtitan, .., or a TOML file."),

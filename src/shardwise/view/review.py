@@ -12,6 +12,7 @@ from shardwise.mesh import AXES
 from shardwise.model.spec import Cut
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
+from shardwise.plan.settings import TrainSettings
 from shardwise.plan.stack import Stack
 from shardwise.results import Finding, MemoryBreakdown, StepTime
 from shardwise.schedule import Timeline
@@ -54,12 +55,13 @@ def travels(phase: str, kind: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is asked; `assumed` says what was left open, and how it was filled in; `mfu` names the convention of the
-    model FLOPs that MFU is made of."""
+    model FLOPs that MFU is made of; `train` is a plan file's, which another layout of it keeps."""
 
     job: Job
     layout: Layout | None = None
     assumed: tuple[str, ...] = ()
     mfu: str = "exact"
+    train: TrainSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

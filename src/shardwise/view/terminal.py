@@ -65,6 +65,31 @@ def working(what: str) -> Generator[Callable[[str], None]]:
         yield status.update
 
 
+@contextmanager
+def bar() -> Generator[Callable[[int, int, str], None]]:
+    """A progress bar on stdout; call the value with (done, of how many, what is said beside it). It redraws itself then
+    alone, by no thread of its own, and begins with the first call: before that a process may still fork."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    said = TextColumn(
+        "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    )
+    shown = Progress(said, BarColumn(10), TimeRemainingColumn(), console=console(), auto_refresh=False, expand=True)
+    task = shown.add_task("", start=False)
+
+    def draw(done: int, total: int, text: str) -> None:
+        if not shown.live.is_started:
+            shown.start()
+            shown.start_task(task)
+        shown.update(task, completed=done, total=total, description=text, refresh=True)
+
+    try:
+        yield draw
+    finally:
+        shown.stop()
+
+
 def _nowhere(said: str) -> None:
     del said
 

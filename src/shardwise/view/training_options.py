@@ -28,10 +28,24 @@ Metrics = Annotated[
 Profile = Annotated[
     Path | None, typer.Option("--profile", metavar="FOLDER", help="Write a Chrome trace of each rank's first steps.")
 ]
-Warmup = Annotated[
-    int, typer.Option("--warmup", metavar="N", min=0, max=1 << 31, help="Steps over which the learning rate rises.")
+InitFrom = Annotated[
+    Path | None,
+    typer.Option("--init-from", metavar="PATH", help="First weights: a .safetensors file, or a folder as of the hub."),
 ]
-Decay = Annotated[str, typer.Option("--decay", metavar="NAME", help="Then: constant, linear or cosine.")]
-Floor = Annotated[
-    float, typer.Option("--floor", metavar="X", min=0, max=1, help="Where it ends, as a share of its highest.")
+LearningRate = Annotated[
+    float | None,
+    typer.Option("--learning-rate", metavar="X", help="The highest; this and the next by default the plan's."),
+]
+Warmup = Annotated[int | None, typer.Option("--warmup", metavar="N", help="Steps over which the learning rate rises.")]
+Decay = Annotated[str | None, typer.Option("--decay", metavar="NAME", help="Then: constant, linear or cosine.")]
+Floor = Annotated[float | None, typer.Option("--floor", metavar="X", help="Where it ends, as a share of its highest.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: the last.", show_default=False)
+]
+Folder = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder for safetensors and config.json.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="bfloat16, float16, float32 or float64; by default the state's own."),
 ]

@@ -50,7 +50,7 @@ def assumptions(job: Job, extra: tuple[str, ...] = (), mfu: str = "exact") -> st
     length = [] if any(e.startswith("--seq") for e in extra) else [f"sequence length {format_count(job.seq_len)}"]
     words = [
         f"{p.name} ({dtypes})",
-        "AdamW",
+        job.optimizer.title,
         "full training",
         *length,
         "dropout" if job.stack.saves.dropout else "no dropout",

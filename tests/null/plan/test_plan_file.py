@@ -18,7 +18,6 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.layout import parse as parse_layout
 from shardwise.plan.plan import (
     MAX_FILE_BYTES,
-    MAX_UNKNOWN,
     Plan,
     PlanError,
     TrainSettings,
@@ -28,6 +27,7 @@ from shardwise.plan.plan import (
     to_toml,
     write,
 )
+from shardwise.plan.table import MAX_UNKNOWN
 from tests.support.models import job, tiny
 
 TINY_FILE = Path(__file__).parents[3] / "examples" / "tiny.toml"

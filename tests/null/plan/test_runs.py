@@ -17,7 +17,6 @@ from shardwise.plan.rules import findings, legal
 from shardwise.plan.runs import RUNS, runs_here
 from shardwise.plan.stack import SHARDWISE
 from tests.support.drawn import attempts
-from tests.support.models import job, tiny
 
 DENSE = Job(load_model("llama-3.1-8b"), parse_cluster("2x8xh100"), 8192, 64)
 
@@ -55,16 +54,6 @@ PLANNED = {
     ),
     "runs-precision": Case(replace(DENSE, precision=PRECISIONS["fp8"]), PLAIN, PLAIN, "precision fp8", DENSE),
     "runs-context": Case(DENSE, "tp=8 cp=2 mb=1", PLAIN, "cp=2"),
-    "runs-copies": Case(
-        replace(DENSE, global_batch=63),
-        "tp=8 pp=2 schedule=dualpipe mb=1",
-        "tp=8 pp=2 schedule=dualpipe mb=1",
-        "an odd number of micro-batches, 63",
-        DENSE,
-    ),
-    "runs-recompute": Case(DENSE, f"{PLAIN} recompute=act", f"{PLAIN} recompute=full", "recompute=act"),
-    "runs-kv-heads": Case(DENSE, "tp=16 mb=1", PLAIN, "tp=16 copies 8 kv heads"),
-    "runs-vocab": Case(job(tiny(2, vocab=42), "4xcpu"), "tp=4 mb=1", "tp=2 dp=2 mb=1", "tp=4 pads 42 vocabulary rows"),
     "runs-order": Case(DENSE, "tp=4 pp=2 dp=2 mb=1 order=dp", "tp=4 pp=2 dp=2 mb=1", "order=dp"),
 }
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import pytest
 
-from shardwise.model.hf import load_model
+from shardwise.model.hf import from_config, load_model
 from shardwise.model.spec import Model
 from shardwise.plan.layout import Layout, parse
-from shardwise.plan.shards import TIED, rank_units, stages_of, tied_ranks
+from shardwise.plan.shards import COPIES, TIED, rank_units, stages_of, tensor_moves, tied_ranks
 from tests.support.front import cases
 from tests.support.models import tiny
 
@@ -71,3 +72,45 @@ def test_norms_are_partial_under_sequence_parallelism_alone() -> None:
         for storage in rank_units(tiny(2), parse(text), 0).storages.values():
             for r in storage.records:
                 assert r.partial == (partial and r.tp_dim is None)
+
+
+def dense(family: str) -> Model:
+    """Of 4 kv heads, and with a vocabulary that no tp divides."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 32, "num_key_value_heads": 4}
+    more = {"num_hidden_layers": 2, "vocab_size": 41, "tie_word_embeddings": False}
+    return from_config({"model_type": family, **sizes, **more}, family)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_the_boxes_of_tensor_parallel_ranks_tile_every_parameter(family: str, tp: int) -> None:
+    """Neighbours hold the same one, the first of them counts it; what a padded part has beyond it is no element."""
+    model = dense(family)
+    storages = rank_units(model, parse(f"tp={tp} mb=1"), 0).storages
+    for r in (*storages["embedding"].records, *storages["layers.0"].records):
+        held, counted = (np.zeros(r.whole[r.tp_dim or 0], dtype=int) for _ in range(2))
+        for index in range(tp):
+            box = r.box(index)
+            assert all(s.stop - s.start <= n for s, n in zip(box, r.shape, strict=True))
+            held[box[r.tp_dim or 0]] += 1
+            counted[box[r.tp_dim or 0]] += r.counted(index)
+        assert set(counted) == {1}
+        assert set(held) == {tp if r.tp_dim is None else max(1, tp // model.kv_heads) if r.neighbours > 1 else 1}
+
+
+@pytest.mark.parametrize("text", ["tp=8 mb=1", "tp=8 sp=0 mb=1", "tp=8 dp=3 zero=3 mb=1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_a_dense_layer_is_summed_over_tp_and_over_copies_in_one_piece_each(family: str, text: str) -> None:
+    """Norms under sequence parallelism, or over the head dim; all of keys and values, which two ranks hold."""
+    model, layout = dense(family), parse(text)
+    storage = rank_units(model, layout, 0).storages["layers.0"]
+    moves = tensor_moves(storage)
+    assert len({m.axes for m in moves}) == len(moves)
+    by_axes = {m.axes: slice(m.start, m.start + m.elements) for m in moves}
+    assert (("tp",) in by_axes) == (layout.sp or family == "qwen3")
+    assert COPIES in by_axes
+    for r in storage.records:
+        place = slice(r.offset, r.offset + r.shard_numel)
+        for axes, taken in ((("tp",), r.partial), (COPIES, r.neighbours > 1)):
+            inside = axes in by_axes and by_axes[axes].start <= place.start < by_axes[axes].stop
+            assert inside == bool(taken)

@@ -134,6 +134,7 @@ def one_s(job: Job, layout: Layout, c: Collective) -> float:
         ("deepseek-v3", "tp=2 cp=2 ep=32 dp_replicate=2 dp_shard=8 zero=1 mb=1 recompute=full"),
         ("nemotron-3-nano", "tp=2 ep=8 dp=32 zero=2 mb=1"),
         ("gpt-oss-120b", "tp=8 cp=2 cp_kind=gather ep=4 dp=4 zero=1 mb=1"),
+        ("qwen3-30b-a3b", "tp=16 ep=4 dp=4 mb=1"),
     ],
 )
 def test_communication_is_the_ledger_priced(name: str, text: str) -> None:
