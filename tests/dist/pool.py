@@ -16,6 +16,17 @@ import subprocess
 import sys
 from typing import IO, Any
 
+PRELOADED = (
+    "pytest",
+    "shardwise.train.checkpoint",
+    "shardwise.train.loop",
+    "tests.support.parity",
+    # what torch's first backward and first optimizer import, 1.2 s a rank
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+)
+"""Imported by the server once, so that no rank imports them again; the test's own module is imported by the ranks."""
+
 PATIENCE_S = 20.0
 """Beyond a case's own timeout: the start of the server, and the end of the ranks."""
 
@@ -104,9 +115,8 @@ def _main() -> None:
     # Ranks inherit standard output: what they print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # Imported here once, so that no rank imports them again; the test's own module is imported by the ranks.
-    importlib.import_module("pytest")
-    importlib.import_module("shardwise.train.distributed")
+    for name in PRELOADED:
+        importlib.import_module(name)
     _serve(sys.stdin.buffer, answers)
 
 

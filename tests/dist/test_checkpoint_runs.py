@@ -15,15 +15,19 @@ from typing import Any
 import pytest
 
 from shardwise.plan.plan import load_plan
+from shardwise.plan.settings import TrainSettings
 from shardwise.train import loop as training_loop
 from shardwise.train.checkpoint import CheckpointError, find_checkpoint, open_folder
-from shardwise.train.options import OptionError, Options, Schedule, checkpoints, newest
+from shardwise.train.options import OptionError, Options, checkpoints, newest
 from tests.dist.test_train import losses, plan_file, run, said, started, train
 
 pytestmark = pytest.mark.dist
 
 LAYOUT = "dp=2 zero=1 mb=4"
 TWO: dict[str, str] = {"cluster": '"2xcpu"', "num_hidden_layers": "1"}
+
+TEXT = bytes(i * i % 251 for i in range(40 * 128 + 1))
+"""40 samples, of which a step takes 16: six steps need three epochs."""
 
 BROKEN_SAVE = """
 import os, resource, signal, sys, time
@@ -52,11 +56,17 @@ main()
 """
 
 
+def small_plan(folder: Path, layout: str = LAYOUT, **changes: str) -> Path:
+    """A plan for two ranks, one layer and a corpus that lies beside it."""
+    (folder / "corpus").write_bytes(TEXT)
+    return plan_file(folder, layout, **(TWO | {"data": f'"{folder / "corpus"}"'} | changes))
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
     """A run of six steps with checkpoints at 3 and 6: its plan, the folder that it saved into, its losses."""
     folder = tmp_path_factory.mktemp("saved")
-    plan = plan_file(folder, LAYOUT, **TWO)
+    plan = small_plan(folder)
     done = train(plan, "--steps", 6, "--json", "--save", folder / "run", "--save-every", 3, "--warmup", 2)
     return plan, folder / "run", losses(done)
 
@@ -87,7 +97,7 @@ def test_automodel_5637_prime_rl_1035_a_killed_run_goes_on_with_the_same_samples
     assert said(done)[0].startswith("rank 1")
     assert "killed by SIGKILL" in said(done)[0]
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000000003"]
-    other = plan_file(tmp_path, "mb=16", **(TWO | {"cluster": '"1xcpu"'}))
+    other = small_plan(tmp_path, "mb=16", cluster='"1xcpu"')
     found = resumed(train(other, "--steps", 6, "--resume", tmp_path / "run", *words))
     assert list(found) == [4, 5, 6]
     assert list(found.values()) == pytest.approx(whole[3:], abs=1e-5)
@@ -95,6 +105,20 @@ def test_automodel_5637_prime_rl_1035_a_killed_run_goes_on_with_the_same_samples
     told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in told][-3:] == [4, 5, 6]
     assert told[-1]["learning_rate"] == 3e-3
+
+
+def test_kempnerforge_51_a_resumed_run_is_bit_for_bit_the_one_that_never_stopped(
+    saved: tuple[Path, Path, list[float]], tmp_path: Path
+) -> None:
+    """In the middle of an epoch, over the end of that and of the next one: losses and all that is saved."""
+    plan, folder, whole = saved
+    shutil.copytree(folder / "step-000000003", tmp_path / "step-000000003")
+    found = resumed(train(plan, "--steps", 6, "--resume", tmp_path, "--save", tmp_path, "--warmup", 2, "--json"))
+    assert list(found.items()) == list(enumerate(whole[3:], 4))
+    files = [json.loads((run / "step-000000006" / "shardwise.json").read_text())["files"] for run in (folder, tmp_path)]
+    assert files[0].keys() == files[1].keys()
+    tensors = [name for name in files[0] if name.endswith(".distcp")]
+    assert [files[0][name] for name in tensors] == [files[1][name] for name in tensors]
 
 
 def test_the_last_checkpoints_stay(saved: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
@@ -150,7 +174,7 @@ def test_ctrl_c_names_the_last_checkpoint(saved: tuple[Path, Path, list[float]],
     with started(*words, "--save-every", 1) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "saved" in line:
+            if line.startswith("step") and "saved" in line:
                 break
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)
@@ -161,7 +185,7 @@ def test_ctrl_c_names_the_last_checkpoint(saved: tuple[Path, Path, list[float]],
 def test_another_model_is_refused_with_all_faults_before_a_rank_starts(
     saved: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
-    other = plan_file(tmp_path, LAYOUT, **(TWO | {"hidden_size": "64", "seed": "1"}))
+    other = small_plan(tmp_path, hidden_size="64", seed="1")
     done = train(other, "--steps", 9, "--resume", saved[1])
     assert done.returncode == 2
     where = saved[1] / "step-000000006"
@@ -185,8 +209,8 @@ def test_a_run_that_has_nothing_to_do_or_would_hide_another_is_refused(
     ]:
         with pytest.raises(CheckpointError, match=message):
             training_loop.train(plan, steps, options=options)
-    with pytest.raises(OptionError, match="--decay: found 'cosinus'; wanted one of constant, linear, cosine"):
-        Schedule(decay="cosinus")
+    with pytest.raises(OptionError, match="--init-from: refused beside --resume"):
+        Options(resume=folder, init_from=folder)
 
 
 # What is a checkpoint ---------------------------------------------------------------------------------------------
@@ -213,7 +237,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(saved: tuple[Path, Path, list
     data.unlink()
     shutil.copytree(saved[1] / "step-000000003", tmp_path / "step-000000003")
     assert "__0_0.distcp is missing" in faults(tmp_path, identity)
-    assert f"an earlier one is there: --resume {tmp_path / 'step-000000003'}" in faults(tmp_path, identity)
+    assert f"an earlier one is there: {tmp_path / 'step-000000003'}" in faults(tmp_path, identity)
 
 
 @pytest.mark.parametrize(
@@ -270,5 +294,6 @@ def test_the_schedule_is_torchs(decay: str) -> None:
         wanted.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         both.step()
-    found = [Schedule(warmup, decay, floor).factor(step, steps) for step in range(steps)]
+    settings = TrainSettings(steps, learning_rate=1.0, warmup=warmup, decay=decay, floor=floor)
+    found = [settings.learning_rate_at(step) for step in range(steps)]
     assert found == pytest.approx(wanted, abs=1e-12)
