@@ -44,6 +44,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 8.0}
+_LOCAL = {"rope_type": "default", "rope_theta": 30.0}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True}
 _ODD = {"num_key_value_heads": 1, "vocab_size": 41}
 """What tensor parallelism copies, and pads."""
@@ -84,6 +86,13 @@ CONFIGS: dict[str, Config] = {
         "final_logit_softcapping": 0.5,
     },
     "gemma3_text": {"model_type": "gemma3_text", **_PLAIN, **_GEMMA, "sliding_window_pattern": 2},
+    "gemma3_text, stretched": {
+        "model_type": "gemma3_text",
+        **_PLAIN,
+        **_GEMMA,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+    },
     "qwen2, one kv head": {"model_type": "qwen2", **_PLAIN, **_ODD, "tie_word_embeddings": True},
     "qwen3, biases, one kv head": {"model_type": "qwen3", **_PLAIN, **_ODD, "head_dim": 8, "attention_bias": True},
     "olmo2, one kv head": {"model_type": "olmo2", **_PLAIN, **_ODD},

@@ -78,9 +78,10 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddin
     ("config", "said"),
     [
         (QWEN | {"rope_scaling": STRETCHED}, "'yarn'"),
-        (QWEN | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        (QWEN | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         (QWEN | {"rope_parameters": STRETCHED | {"rope_type": "longrope"}}, "'longrope'"),
-        (GEMMA_3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear'"),
+        (GEMMA_3 | {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "'yarn'"),
+        (GEMMA_3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "'linear'"),
         (QWEN | {"model_type": "olmo", "head_dim": None, "clip_qkv": 8.0}, "clip_qkv: 8"),
     ],
 )

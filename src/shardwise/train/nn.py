@@ -166,9 +166,9 @@ class UnitModule:
 def rope_tables(model: Model, seq_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) [bases, s, 1, d / 2] of the rotary angles, computed in float64 and rounded once.
 
-    One base, or two where windowed layers turn by another one. Llama 3.1's scaling stretches long wavelengths by
-    `factor` and blends in between (its published `rope_scaling`: low_freq_factor, high_freq_factor,
-    original_max_position_embeddings).
+    One base, or two where windowed layers turn by another one. A linear scaling stretches all wavelengths by `factor`
+    (Chen et al. 2306.15595), Llama 3.1's the long ones, and blends in between (its published `rope_scaling`:
+    low_freq_factor, high_freq_factor, original_max_position_embeddings).
     """
     half = model.head_dim // 2
     local = form_of(model).local_theta
@@ -185,6 +185,8 @@ def _stretched(model: Model, frequency: torch.Tensor) -> torch.Tensor:
     if not model.rope_scaling:
         return frequency
     scaling = dict(model.rope_scaling)
+    if scaling.keys() == {"factor"}:
+        return frequency / scaling["factor"]
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.model import hf
-from shardwise.model.families.llama import ROPE_KEYS
+from shardwise.model.families.llama import SCALINGS
 from shardwise.model.hf import ModelError, from_config, load_model, to_config
 from shardwise.model.read import INERT, MAX_LAYERS
 from shardwise.model.spec import Model
@@ -107,8 +107,10 @@ def test_what_a_config_leaves_out_is_filled_in() -> None:
         ({"mlp_bias": "no"}, "mlp_bias: found 'no', wanted true or false"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', wanted 'silu'"),
         ({"rope_scaling": [1]}, "rope_scaling: found [1], wanted a table"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.rope_type: found 'yarn', wanted 'llama3'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.rope_type: found 'yarn', wanted 'linear', 'llama3'"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling.rope_type: found ['llama3']"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 0}}, "rope_scaling.factor: found 0"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: missing"),
         ({"rope_parameters": 1}, "rope_parameters: found 1, wanted a table"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, which these blocks do not have"),
         ({"sliding_window": 4096}, "sliding_window: found 4096"),
@@ -124,7 +126,11 @@ def test_all_faults_are_said_at_once_and_a_misspelt_key_is_named() -> None:
     config = {**real(), "vocab_size": 0, "hiden_size": 4096, "rope_scaling": {"rope_type": "llama3"}}
     del config["hidden_size"]
     said = faults(config)
-    for words in ("is 'hiden_size' meant?", "vocab_size: found 0", *(f"rope_scaling.{key}" for key in ROPE_KEYS)):
+    for words in (
+        "is 'hiden_size' meant?",
+        "vocab_size: found 0",
+        *(f"rope_scaling.{key}" for key in SCALINGS["llama3"]),
+    ):
         assert words in said
 
 
@@ -192,7 +198,7 @@ ODD = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-KEYS = st.sampled_from([*hf.KEYS, *INERT, *(f"rope_scaling.{key}" for key in ("rope_type", *ROPE_KEYS))])
+KEYS = st.sampled_from([*hf.KEYS, *INERT, *(f"rope_scaling.{key}" for key in ("rope_type", *SCALINGS["llama3"]))])
 
 
 @given(

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from shardwise.model.families.common import SLIDING
+from shardwise.model.families.llama import SCALINGS
 from shardwise.model.spec import Model
 
 ACTIVATIONS: Final[Mapping[str, str]] = {
@@ -26,7 +27,7 @@ ACTIVATIONS: Final[Mapping[str, str]] = {
 
 GEMMAS: Final = ("gemma2", "gemma3_text")
 
-ROTATIONS: Final = ("default", "llama3")
+ROTATIONS: Final = ("default", *SCALINGS)
 """Rotary embeddings that run, by Hugging Face's `rope_type`."""
 
 
@@ -66,9 +67,12 @@ def form_of(model: Model) -> Form:
 def planned_only(model: Model) -> tuple[str, ...]:
     """What of the model's config our runtime does not compute: it must not run, or it would compute something else."""
     config: dict[str, Any] = json.loads(model.config)
-    tables = [config.get("rope_scaling", {}), *config.get("rope_parameters", {}).values()]
-    kinds = sorted({t.get("rope_type", "default") for t in tables} - set(ROTATIONS))
-    found = [f"rope_scaling: rotary embeddings of the type {k!r}; {' and '.join(ROTATIONS)} run" for k in kinds]
+    tables = {"rope_scaling": config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    found: list[str] = []
+    for name, table in tables.items():
+        kind, run = table.get("rope_type", "default"), ("default",) if name == SLIDING else ROTATIONS
+        if kind not in run:
+            found.append(f"{name}: rotary embeddings of the type {kind!r}; {', '.join(run)} run")
     if config.get("clip_qkv") is not None:
         found.append(f"clip_qkv: {config['clip_qkv']:g}; queries, keys and values are not clipped")
     return tuple(found)

@@ -22,7 +22,11 @@ from shardwise.model.feed_forward import mlp
 from shardwise.model.read import Reader, short
 from shardwise.model.spec import LAYER, Model
 
-ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Rotations whose numbers are read, by Hugging Face's `rope_type`."""
 
 MAX_LOOPS = 64
 
@@ -103,7 +107,7 @@ Scaling = tuple[tuple[str, float], ...]
 
 
 def rope_of(read: Reader, theta: float = 10000.0, strict: bool = False) -> tuple[float, Scaling]:
-    """The rotation's base, and Llama 3.1's stretched frequencies or nothing; from the keys of either version.
+    """The rotation's base, and what stretches its frequencies, if anything; from the keys of either version.
 
     Another scaling changes no size: it is remembered by its name, and a fault where `strict`.
     """
@@ -130,14 +134,14 @@ def _scaling(inner: Reader, strict: bool) -> tuple[str, Scaling]:
     kind = inner.config.get("rope_type", inner.config.get("type"))
     if kind == "default" or (kind is None and not strict):
         return "default", ()
-    if kind != "llama3":
+    if not isinstance(kind, str) or kind not in SCALINGS:
         if strict or not isinstance(kind, str):
-            inner.faults.append(f"rope_type: found {short(kind)}, wanted 'llama3' or 'default'")
+            inner.faults.append(f"rope_type: found {short(kind)}, wanted {', '.join(map(repr, SCALINGS))} or 'default'")
             return "default", ()
         return kind[:40], ()
-    inner.faults += [f"{key}: missing" for key in ROPE_KEYS if key not in inner.config]
-    values = {key: inner.number(key, default=1.0) for key in ROPE_KEYS}
-    low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if not inner.faults and low >= high:
+    inner.faults += [f"{key}: missing" for key in SCALINGS[kind] if key not in inner.config]
+    values = {key: inner.number(key, default=1.0) for key in SCALINGS[kind]}
+    low, high = (values.get(key) for key in ("low_freq_factor", "high_freq_factor"))
+    if not inner.faults and low is not None and high is not None and low >= high:
         inner.faults.append(f"low_freq_factor: found {low:g}, wanted less than high_freq_factor, {high:g}")
-    return "llama3", tuple(values.items())
+    return kind, tuple(values.items())
