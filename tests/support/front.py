@@ -38,7 +38,7 @@ BATCH = 8
 
 SOME = "norm,act,core"
 RECOMPUTE = ("none", "full", SOME)
-"""Nothing, whole layers, and every op that can be computed again by itself; fewer of them are `test_recompute.py`'s."""
+"""Nothing, whole layers, and every op that can be computed again by itself; fewer of them are `test_families.py`'s."""
 
 
 @dataclass(frozen=True)
