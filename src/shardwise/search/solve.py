@@ -50,6 +50,9 @@ CHUNK = 1 << 18
 """Layouts of a grid that are filled in at a time: what bounds the memory of a search."""
 
 
+ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One layout with its walked step and its fullest rank's peak, assumed parts included."""
@@ -88,7 +91,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 @dataclass(slots=True)
-class _Front:
+class Front:
     """The fastest layouts so far by their closed forms, the one that is closest to fitting, and the counts."""
 
     capacity_bytes: int
@@ -97,6 +100,8 @@ class _Front:
     fitting: int = 0
     seconds: Floats = field(default_factory=lambda: np.zeros(0))
     peaks: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    places: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """of each: the place of its pipeline in the survey, by which equally fast ones are ordered"""
     found: list[tuple[LayoutBatch, int]] = field(default_factory=list[tuple[LayoutBatch, int]])
     closest: tuple[int, LayoutBatch, int] | None = None
 
@@ -109,7 +114,7 @@ class _Front:
         """Slower layouts are of no interest."""
         return float(self.seconds[-1]) if len(self.seconds) >= MAX_LOOKED_AT else np.inf
 
-    def take(self, batch: LayoutBatch, real: Bools, peaks: Ints, seconds: Floats) -> None:
+    def take(self, batch: LayoutBatch, real: Bools, peaks: Ints, seconds: Floats, place: int) -> None:
         """A filled grid; `real` says which of it are layouts at all."""
         fits = real & (peaks <= self.capacity_bytes)
         self.legal += int(np.count_nonzero(real))
@@ -122,12 +127,37 @@ class _Front:
         of = seconds.ravel()[better]
         if len(better) > MAX_LOOKED_AT:
             better = better[np.argpartition(of, MAX_LOOKED_AT)[:MAX_LOOKED_AT]]
-        merged = np.concatenate([self.seconds, seconds.ravel()[better]])
-        sizes = np.concatenate([self.peaks, peaks.ravel()[better]])
-        order = np.argsort(merged, kind="stable")[:MAX_LOOKED_AT]
-        known = len(self.found)
-        self.found = [self.found[i] if i < known else (batch, int(better[i - known])) for i in order.tolist()]
-        self.seconds, self.peaks = merged[order], sizes[order]
+        entries = [(batch, i) for i in better.tolist()]
+        self._keep(seconds.ravel()[better], peaks.ravel()[better], np.full(len(better), place), entries)
+
+    def _keep(self, seconds: Floats, peaks: Ints, places: Ints, found: list[tuple[LayoutBatch, int]]) -> None:
+        """Beside what is there, as far as they are among the fastest."""
+        merged, ranks = np.concatenate([self.seconds, seconds]), np.concatenate([self.places, places])
+        order = np.lexsort((ranks, merged))[:MAX_LOOKED_AT]
+        every = self.found + found
+        self.found = [every[i] for i in order.tolist()]
+        self.seconds, self.places = merged[order], ranks[order]
+        self.peaks = np.concatenate([self.peaks, peaks])[order]
+
+    def join(self, other: Front) -> None:
+        """What a survey of other pipelines has found."""
+        self.enumerated += other.enumerated
+        self.legal += other.legal
+        self.fitting += other.fitting
+        self._keep(other.seconds, other.peaks, other.places, other.found)
+        if other.closest is not None and (self.closest is None or other.closest[0] < self.closest[0]):
+            self.closest = other.closest
+
+    def small(self) -> Front:
+        """The same without the grids in which it was found."""
+
+        def alone(batch: LayoutBatch, i: int) -> LayoutBatch:
+            return LayoutBatch.of([batch.row(i)])
+
+        closest = None if self.closest is None else (self.closest[0], alone(*self.closest[1:]), 0)
+        batch = LayoutBatch.of(list(self.layouts())) if self.found else None
+        found = [] if batch is None else [(batch, i) for i in range(len(self.found))]
+        return replace(self, found=found, closest=closest)
 
     def _come_closer(self, batch: LayoutBatch, real: Bools, peaks: Ints) -> None:
         i = int(np.where(real, peaks, np.iinfo(np.int64).max).argmin())
@@ -137,11 +167,20 @@ class _Front:
 
 
 @no_collection()
-def solve(job: Job, progress: Progress | None = None, keep: int = 10, limits: Limits | None = None) -> SearchResult:
-    """The fastest layouts that fit, by their walked steps: `keep` families, with the twins that came between."""
+def solve(
+    job: Job,
+    progress: Progress | None = None,
+    keep: int = 10,
+    limits: Limits | None = None,
+    surveyed: Survey | None = None,
+) -> SearchResult:
+    """The fastest layouts that fit, by their walked steps: `keep` families, with the twins that came between.
+
+    `surveyed` surveys in place of this module's function, with the same result.
+    """
     started = time.perf_counter()
     tell = progress or _silent
-    front = survey(job, limits or Limits(), tell)
+    front = (surveyed or survey)(job, limits or Limits(), tell)
     best: list[Candidate] = []
     closest, walked = None, 0
     if front.found:
@@ -152,11 +191,16 @@ def solve(job: Job, progress: Progress | None = None, keep: int = 10, limits: Li
     return SearchResult(front.enumerated, front.legal, front.fitting, tuple(best), closest, walked, seconds)
 
 
-def survey(job: Job, limits: Limits, tell: Progress = _silent) -> _Front:
-    """Every layout within the limits, by its exact peak and its closed form."""
+Survey = Callable[[Job, Limits, Progress], Front]
+
+
+def survey(job: Job, limits: Limits, tell: Progress = _silent, share: slice = ALL) -> Front:
+    """Every layout within the limits, by its exact peak and its closed form; the longest pipelines first. `share`: of
+    these pipelines alone."""
     space = Space(job, limits)
-    front = _Front(job.cluster.device.usable_bytes)
-    for done, pp in enumerate(reversed(space.pipelines)):
+    front = Front(job.cluster.device.usable_bytes)
+    pipelines = list(enumerate(reversed(space.pipelines)))[share]
+    for place, pp in pipelines:
         looked, cuts = space.legal_cuts(pp)
         schedules = space.schedules(pp)
         if cuts is None or not len(cuts):
@@ -172,8 +216,8 @@ def survey(job: Job, limits: Limits, tell: Progress = _silent) -> _Front:
             alive = real & legal(replace(filled, recompute=filled.recompute[:, :1]), job, space.rules)
             rows = np.flatnonzero(alive.any(axis=(1, 2)))
             if len(rows):
-                _fill(job, filled, np.broadcast_to(alive, filled.shape), front, known)
-            tell("layouts", done, len(space.pipelines))
+                _fill(job, filled, np.broadcast_to(alive, filled.shape), front, known, place)
+            tell("layouts", place, len(space.pipelines))
     return front
 
 
@@ -184,7 +228,7 @@ class _Known(NamedTuple):
     prices: Shared
 
 
-def _fill(job: Job, grid: LayoutBatch, real: Bools, front: _Front, known: _Known) -> None:
+def _fill(job: Job, grid: LayoutBatch, real: Bools, front: Front, known: _Known, place: int) -> None:
     """One pipeline and schedule."""
     shared = ends_share_rank(grid.names[int(grid.schedule.flat[0])], int(grid.pp.flat[0]))
     if shared not in known.columns:
@@ -192,7 +236,7 @@ def _fill(job: Job, grid: LayoutBatch, real: Bools, front: _Front, known: _Known
     memory = GridMemory(job, grid, known.columns[shared], exact=False)
     times = GridTime(prices_of(job, grid, known.prices))
     for rows in _chunks(grid.shape):
-        front.take(grid.rows(rows), real[rows], memory.peaks(rows), times.seconds(rows, front.worst))
+        front.take(grid.rows(rows), real[rows], memory.peaks(rows), times.seconds(rows, front.worst), place)
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -200,7 +244,7 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, shape[0], step))
 
 
-def _walk_best(job: Job, front: _Front, keep: int, progress: Progress) -> tuple[list[Candidate], int]:
+def _walk_best(job: Job, front: Front, keep: int, progress: Progress) -> tuple[list[Candidate], int]:
     """Walk in the order of the closed forms, until those left cannot be among the best any more."""
     ranking = _Ranking(keep)
     walked = 0

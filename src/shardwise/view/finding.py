@@ -67,12 +67,15 @@ def drawn(job: Job, layout: Layout) -> int:
 
 def search(asked: Request, keep: int = KEPT, limits: Limits | None = None) -> SearchResult:
     """The `keep` best layouts of a job."""
+    from shardwise.search.halves import halves
     from shardwise.search.heap import keep_freed_memory
+    from shardwise.search.limits import Limits
     from shardwise.search.solve import solve
 
     keep_freed_memory()
-    with terminal.working("search") as tell:
-        return solve(asked.job, lambda what, n, of: tell(f"search: {what}, {n:,} of {of:,} layouts"), keep, limits)
+    job, limits = asked.job, limits or Limits()
+    with halves(job, limits) as survey, terminal.working("search") as tell:
+        return solve(job, lambda what, n, of: tell(f"search: {what}, {n:,} of {of:,}"), keep, limits, survey)
 
 
 def tell(
