@@ -1,13 +1,13 @@
 """Rotary embedding and causal attention, with an explicit list of what it saves whatever kernel runs inside.
 
-Without a window and without a cap torch's flash kernel runs; else one of ours, over blocks of queries.
+`kernel_of` picks the kernel: torch's for CPUs or for GPUs, or one of ours, over blocks of queries, which runs on both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -70,17 +70,18 @@ class _Attention(torch.autograd.Function):
         # Nobody else holds q and k: they are fresh outputs of the products, or of their norms.
         turned_(q, rope, scores)
         turned_(k, rope, scores)
-        blocked = scores.window is not None or scores.cap is not None
-        o, lse = (_blocked if blocked else _flash)(q, k, v, scores)
+        kernel = _KERNELS[kernel_of(q.device.type, q.dtype, scores)]
+        o, lse, *random = kernel.forward(q, k, v, scores)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rope, ctx.scores, ctx.blocked = rope, scores, blocked
+        # A few bytes that no account names and nothing reads, for nothing is dropped out: not among what is saved.
+        ctx.random = random
+        ctx.rope, ctx.scores, ctx.run_backward = rope, scores, kernel.backward
         return o
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
-        run = _blocked_backward if ctx.blocked else _flash_backward
-        dq, dk, dv = run(gradients[0], (q, k, v, o, lse), ctx.scores)  # [b, s, heads, d]
+        dq, dk, dv = ctx.run_backward(gradients[0], (q, k, v, o, lse, *ctx.random), ctx.scores)  # [b, s, heads, d]
         if ctx.rope is not None:
             rotate_(dq, *ctx.rope, back=True)
             rotate_(dk, *ctx.rope, back=True)
@@ -92,19 +93,64 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | No
     return _Attention.apply(q, k, v, rope, scores)
 
 
-# ------------------------------------------------------------------------------------------------------- torch's kernel
+# --------------------------------------------------------------------------------------------------------- which kernel
+
+KernelName = Literal["flash on a CPU", "flash on a GPU", "blocked"]
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_DIM, FLASH_MULTIPLE = 256, 8
+"""Of torch's flash kernel for GPUs: the widest head, and what its width is a multiple of."""
+
+
+def kernel_of(device: str, dtype: torch.dtype, scores: Scores) -> KernelName:
+    """Which one a type of device takes. torch's know no window and no cap; that for CPUs takes every floating dtype."""
+    if scores.window is not None or scores.cap is not None:
+        return "blocked"
+    if device != "cuda":
+        return "flash on a CPU"  # of meta tensors too: its output and its sums have the sizes of the others'
+    fits = scores.head_dim <= FLASH_HEAD_DIM and scores.head_dim % FLASH_MULTIPLE == 0
+    return "flash on a GPU" if dtype in FLASH_DTYPES and fits else "blocked"
+
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Kernel(NamedTuple):
+    """`forward(q, k, v, scores)`: (output [T, a * d], its log-sum-exp of T * a), and what its backward wants beside.
+    `backward(gradient, (q, k, v, *what forward made), scores)`: gradients [b, s, heads, d]."""
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], tuple[torch.Tensor, ...]]
+    backward: Callable[[torch.Tensor, tuple[torch.Tensor, ...], Scores], Gradients]
+
+
+# ------------------------------------------------------------------------------------------------------ torch's kernels
+
+
+def _flash_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, ...]:
+    """Behind the sums come the state and the offset of a random generator."""
+    heads = (scores.split(x).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
+    made = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True, scale=scores.scale)
+    out, lse, _, _, _, _, seed, offset, _ = made
+    return out.transpose(1, 2).reshape(q.shape), lse, seed, offset
+
+
+def _flash_on_gpu_backward(gradient: torch.Tensor, saved: tuple[torch.Tensor, ...], scores: Scores) -> Gradients:
+    *values, lse, seed, offset = saved
+    heads = (scores.split(x).transpose(1, 2) for x in (gradient, *values))
+    rows = None, None, scores.seq_len, scores.seq_len  # of sequences that all have one length
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *heads, lse, *rows, 0.0, True, seed, offset, scale=scores.scale
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [T, a * d], its log-sum-exp of T * a)"""
-    heads = (scores.split(x).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
+    heads = (scores.split(x).transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=scores.scale)
     return out.transpose(1, 2).reshape(q.shape), lse
 
 
-def _flash_backward(
-    gradient: torch.Tensor, saved: tuple[torch.Tensor, ...], scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _flash_backward(gradient: torch.Tensor, saved: tuple[torch.Tensor, ...], scores: Scores) -> Gradients:
     *values, lse = saved
     heads = (scores.split(x).transpose(1, 2) for x in (gradient, *values))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -182,7 +228,6 @@ def _blocks(scores: Scores) -> Iterator[_Block]:
 
 
 def _blocked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [T, a * d], its log-sum-exp of T * a)"""
     kv_heads = k.shape[1] // scores.head_dim
     qs, ks, vs = (_by_heads(x, scores, kv_heads) for x in (q, k, v))
     lse = qs.new_empty(qs.shape[:2])
@@ -205,9 +250,7 @@ def _block_forward(
     torch.bmm(p, values, out=mine)
 
 
-def _blocked_backward(
-    gradient: torch.Tensor, saved: tuple[torch.Tensor, ...], scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _blocked_backward(gradient: torch.Tensor, saved: tuple[torch.Tensor, ...], scores: Scores) -> Gradients:
     """Dao et al. (2205.14135), algorithm 4, over blocks of queries."""
     q, k, v, o, lse = saved
     kv_heads = k.shape[1] // scores.head_dim
@@ -249,3 +292,10 @@ def _block_backward(
         ds.addcmul_(ds, p, value=-1)
     block.keys(dk).baddbmm_(ds.transpose(1, 2), mine, alpha=factor)
     torch.bmm(ds, keys, out=block.queries(dq, groups)).mul_(factor)
+
+
+_KERNELS: dict[KernelName, _Kernel] = {
+    "flash on a CPU": _Kernel(_flash, _flash_backward),
+    "flash on a GPU": _Kernel(_flash_on_gpu, _flash_on_gpu_backward),
+    "blocked": _Kernel(_blocked, _blocked_backward),
+}

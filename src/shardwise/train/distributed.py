@@ -91,7 +91,11 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _CallWork:
-    """A backend's work with a name; it keeps the tensor alive, which gloo's does not."""
+    """A backend's work with a name; it keeps the tensor alive, which gloo's does not.
+
+    NCCL runs it on a stream of its own, behind what the current stream held when it was issued; its `wait` returns at
+    once and only has the current stream wait. A tensor that is let go after `wait` is reused by that stream alone.
+    """
 
     call: _Call
     work: Work

@@ -17,8 +17,19 @@ def launched() -> tuple[int, int] | None:
 
 def local_world_size(world_size: int) -> int:
     """Ranks that share this machine."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isascii() and text.isdigit() and int(text) else world_size
+    return _number("LOCAL_WORLD_SIZE") or world_size
+
+
+def local_rank(rank: int, world_size: int) -> int:
+    """The rank's number on this machine: that of its launcher, or, of one that gives none and of ranks that we start
+    ourselves, its place among as many neighbours."""
+    given = None if launched() is None else _number("LOCAL_RANK")
+    return rank % local_world_size(world_size) if given is None else given
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def is_reporter() -> bool:

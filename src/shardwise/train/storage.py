@@ -206,7 +206,9 @@ class DigestWriter(StorageWriter):
 
     def __init__(self, folder: Path, commit: Callable[[Files], None]) -> None:
         self.folder, self.commit = folder, commit
-        self.files = FileSystemWriter(folder)
+        # What is written is in host memory already. To copy ahead the writer would wait for a stream of the thread's
+        # device, which is GPU 0 on every rank, and takes memory there.
+        self.files = FileSystemWriter(folder, per_thread_copy_ahead=0)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         self.files.reset(checkpoint_id)
