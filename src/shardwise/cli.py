@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.search.heap import no_collection
 from shardwise.train.options import KEEP, SAVE_EVERY
 from shardwise.view import options as given
 from shardwise.view import terminal
@@ -63,7 +65,7 @@ def fit(
 
     Answers for a given layout, or for the fastest of all: shardwise fit llama-3.1-8b --on 8xh100
     """
-    with guard(debug):
+    with guard(debug), no_collection():
         wishes = Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, optimizer=optimizer)
         asked = read_request(subject, wishes)
         found = search(asked, 1) if asked.layout is None else None
@@ -103,7 +105,7 @@ def plan(
 
     Ranks all that fit, explains the best and writes it: shardwise plan llama-3.1-70b --on 64x8xh100 --batch-tokens 4M
     """
-    with guard(debug):
+    with guard(debug), no_collection():
         read_output(output)
         wishes = Wishes(on, seq, batch, batch_tokens, precision, why_not, stack, imbalance, optimizer=optimizer)
         asked, limits, critical = read_planning(
@@ -152,7 +154,7 @@ def show(
     Memory, time, communication and pipeline of one layout, whether it fits or not, and writes it as a plan:
     shardwise show llama-3.1-8b --on 8xh100 --layout "tp=2 dp=4 zero=3 mb=2"
     """
-    with guard(debug):
+    with guard(debug), no_collection():
         read_output(output)
         wishes = Wishes(on, seq, batch, batch_tokens, precision, layout, stack, imbalance, mfu, optimizer)
         asked = read_request(subject, wishes)
@@ -322,27 +324,28 @@ def train_(
         )
         runnable(Request(chosen.job, chosen.layout))
         from shardwise.train.data import DataError
+        from shardwise.train.device import WorldMismatchError, target_of
         from shardwise.train.launch import RankFailed
-        from shardwise.train.loop import WorldMismatchError, train
+        from shardwise.train.loop import train
         from shardwise.train.optim import kernel_of
         from shardwise.train.options import Options, newest
         from shardwise.view import training
 
         speaks = is_reporter() and not as_json
         options = Options(data, tokenizer, save, save_every, keep, resume, metrics, profile, init_from)
-        kernel = kernel_of(chosen.job.optimizer, "cpu" if chosen.job.cluster.device.name == "cpu" else "cuda")
-        opening = partial(terminal.line, training.opening(chosen, kernel, init_from)) if speaks else None
         try:
+            kernel = kernel_of(chosen.job.optimizer, target_of(chosen.job.cluster).kind)
+            opening = partial(terminal.line, training.opening(chosen, kernel, init_from)) if speaks else None
             with training.telling(as_json) as tell_step:
                 done = train(chosen, None, tell_step, opening, options)
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:
-            terminal.fail(training.exit_code(error.kind), str(error).splitlines())
+            terminal.fail(training.exit_code(error.kind), [*str(error).splitlines(), *training.profiles(profile)])
         except KeyboardInterrupt:
-            terminal.fail(terminal.INTERRUPTED, [training.interrupted(save and newest(save))])
+            terminal.fail(terminal.INTERRUPTED, training.interrupted(save and newest(save), profile))
         if speaks and done:
-            terminal.line(training.closing(done, save and newest(save)))
+            terminal.line(training.closing(done, save and newest(save), profile))
 
 
 @app.command()
@@ -399,7 +402,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ gets a question mark, not a failure
-    app(prog_name="shardwise")
+    try:
+        app(prog_name="shardwise")
+    finally:
+        gc.freeze()  # else the interpreter's last collection walks half a second through what ends with it
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Prediction (`account/comm.py`) and recording (`prove/record.py`) both speak of `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -30,17 +30,28 @@ class Phase(StrEnum):
     W = "W"
     RECOMPUTE = "recompute"
     UNSHARD = "unshard"
+    READY = "ready"
+    RESHARD = "reshard"
+    OPEN = "open"
     REDUCE = "reduce"
+    TWIN = "twin"
     TIE = "tie"
     """the two copies of a tied weight sum their gradients"""
     SEND = "send"
     RECV = "recv"
+    ARRIVE = "arrive"
+    """wait for what another rank sends"""
+    SETTLE = "settle"
+    """wait until what was sent may be let go"""
+    DATA = "data"
+    """tokens of the step"""
     COUNT = "count"
     """valid tokens of the step"""
     REPORT = "report"
     """the loss, for every rank to print"""
     NORM = "norm"
     """the clip norm"""
+    UPDATE = "optimizer step"
     GATHER = "gather"
     """parameters after the optimizer's step"""
 
@@ -75,25 +86,52 @@ Ledger = Counter[Collective]
 """Collective -> how often one rank issues it in one step. `predicted - recorded` and its mirror are the proof."""
 
 
+Watch = Callable[["Labels"], AbstractContextManager[object]]
+
+
 @dataclass(slots=True)
 class Labels:
-    """The neutral label stack of one rank: which module and action is running. It declares no quantity."""
+    """The neutral label stack of one rank: which module and action is running. It declares no quantity.
+
+    `micro_batch` and `peer` (the global rank that a message goes to or comes from) are -1 where there is none; they are
+    part of no key. `watch`, where there is one, is entered for every block that changes a label.
+    """
 
     module: str = ""
     phase: str = ""
     axis: str = ""
+    micro_batch: int = -1
+    peer: int = -1
+    watch: Watch | None = field(default=None, compare=False)
 
     @contextmanager
-    def at(self, module: str | None = None, phase: str | None = None, axis: str | None = None) -> Generator[None]:
+    def at(
+        self,
+        module: str | None = None,
+        phase: str | None = None,
+        axis: str | None = None,
+        micro_batch: int | None = None,
+        peer: int | None = None,
+    ) -> Generator[None]:
         """Set the given parts for the duration of the block."""
-        before = self.module, self.phase, self.axis
+        before = self.parts
         self.module = before[0] if module is None else module
         self.phase = before[1] if phase is None else phase
         self.axis = before[2] if axis is None else axis
+        self.micro_batch = before[3] if micro_batch is None else micro_batch
+        self.peer = before[4] if peer is None else peer
         try:
-            yield
+            if self.watch is None or self.parts == before:
+                yield
+            else:
+                with self.watch(self):
+                    yield
         finally:
-            self.module, self.phase, self.axis = before
+            self.module, self.phase, self.axis, self.micro_batch, self.peer = before
+
+    @property
+    def parts(self) -> tuple[str, str, str, int, int]:
+        return self.module, self.phase, self.axis, self.micro_batch, self.peer
 
     @property
     def key(self) -> Key:

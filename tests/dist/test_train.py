@@ -185,8 +185,8 @@ def test_torchrun_with_another_world_shows_one_message() -> None:
     assert re.search(r"exitcode +: 2 ", done.stderr)
 
 
-def test_a_plan_for_gpus_or_for_several_machines_is_not_started(tmp_path: Path) -> None:
-    for cluster, text in {"1x4xh100": "ranks run on CPUs only", "2x2xcpu": "torchrun --nnodes 2"}.items():
+def test_a_plan_for_other_devices_or_for_several_machines_is_not_started(tmp_path: Path) -> None:
+    for cluster, text in {"v5p:2x2x1": "ranks run on CPUs and on GPUs of", "2x2xcpu": "torchrun --nnodes 2"}.items():
         done = train(plan_file(tmp_path, cluster=f'"{cluster}"', precision='"bf16"'))
         assert done.returncode == 2
         assert len(said(done)) == 1
@@ -307,7 +307,8 @@ def test_documents_a_tokenizer_metrics_and_traces(tmp_path: Path) -> None:
     assert [step["loss"] for step in told] == found
     assert [step["learning_rate"] for step in told] == pytest.approx([1.5e-3, 3e-3, 3e-3, 0])
     assert all(step["memory_bytes"] > 1 << 20 and 0 < step["mfu"] < 1 for step in told)
-    assert sorted(path.name for path in traces.iterdir()) == ["rank-0.json", "rank-1.json"]
+    written = sorted(path.name for path in traces.iterdir())
+    assert written == [f"rank-{r}{end}" for r in range(2) for end in ("-memory.json", "-memory.svg", ".json")]
     names = {event.get("name", "") for event in json.loads((traces / "rank-1.json").read_text())["traceEvents"]}
     assert any("aten::mm" in name for name in names)
     assert any("all_reduce" in name for name in names)

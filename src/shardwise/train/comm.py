@@ -27,7 +27,8 @@ class Group:
 
 
 class Work(Protocol):
-    """A collective or point-to-point under way. `wait` returns when its tensors may be used (or raises)."""
+    """A collective or point-to-point under way. `wait` returns when its tensors may be used (or raises); on a GPU, by
+    what the current stream is given from then on. Its tensors are held until then."""
 
     def wait(self) -> object: ...
 

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.account.compute import flops_per_token
-from shardwise.collective import Labels
+from shardwise.collective import Labels, Phase
 from shardwise.mesh import DATA
 from shardwise.model.hf import to_config
 from shardwise.plan.job import Job
@@ -26,11 +25,13 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.settings import TrainSettings
 from shardwise.train.data import Corpus, read_corpus
+from shardwise.train.device import Target, check_world
 from shardwise.train.distributed import CommError, close_world, open_world
-from shardwise.train.environment import is_reporter, launched, local_world_size
+from shardwise.train.environment import is_reporter, launched, local_rank, local_world_size
 from shardwise.train.launch import RankFailed, failure_of, launch
 from shardwise.train.optim import OptimizerSettings
 from shardwise.train.options import Options
+from shardwise.train.profile import open_folder, profiled
 from shardwise.train.rank import Rank, build_rank, set_weights, train_step
 
 if TYPE_CHECKING:
@@ -46,13 +47,6 @@ one that knows more speaks first, and alone."""
 
 LATE_IMPORTS = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """What torch's first backward and first optimizer import (1.2 s): once here, not once in every forked rank."""
-
-PROFILED = 3
-"""Steps in a trace, after a first one that warms up."""
-
-
-class WorldMismatchError(ValueError):
-    """The processes at hand are not the ranks that the layout wants; found before any of them talks to another."""
 
 
 class NotFiniteError(ArithmeticError):
@@ -83,6 +77,7 @@ class Run:
     """What every rank is started with. `settings` are the plan's with the options' in their place; `weights` are the
     first ones, where they are not drawn from the seed."""
 
+    target: Target
     plan: Plan
     settings: TrainSettings
     options: Options
@@ -124,12 +119,12 @@ def train(
     """Train, and return what each step reported (on the reporting process; elsewhere nothing).
 
     Without a launcher this process starts the ranks itself, on this machine, and calls `on_step`; it must not have
-    run a torch operation. `on_start` is called once nothing more can be wrong with the input. Raises
+    run a torch operation, or used a GPU. `on_start` is called once nothing more can be wrong with the input. Raises
     WorldMismatchError, DataError, WeightsError or CheckpointError before any rank starts, and RankFailed after.
     """
     place = launched()
-    _check_world(plan, place)
-    run = _prepare(plan, steps, options or Options())
+    target = check_world(plan, place)
+    run = _prepare(target, plan, steps, options or Options())
     if on_start is not None:
         on_start()
     with _recorded(run, on_step) as told:
@@ -157,25 +152,7 @@ def _join(run: Run, place: tuple[int, int], told: OnStep) -> list[StepReport]:
 # ---------------------------------------------------------------------------------------------------------- beforehand
 
 
-def _check_world(plan: Plan, place: tuple[int, int] | None) -> None:
-    layout, cluster = plan.layout, plan.job.cluster
-    if cluster.device.name != "cpu":
-        raise WorldMismatchError(
-            f"the plan is for {cluster.name}, ranks run on CPUs only: plan for CPUs, such as {layout.world_size}xcpu"
-        )
-    if place is None and cluster.nodes > 1:
-        raise WorldMismatchError(
-            f"the plan is for {cluster.name}, this is one machine: start it on each node, with "
-            f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.devices_per_node} -m shardwise train PLAN"
-        )
-    if place is not None and place[1] != layout.world_size:
-        raise WorldMismatchError(
-            f"the layout {layout} wants {layout.world_size:,} ranks (tp {layout.tp} x pp {layout.pp} x "
-            f"dp {layout.dp}), the launcher started {place[1]:,}"
-        )
-
-
-def _prepare(plan: Plan, steps: int | None, options: Options) -> Run:
+def _prepare(target: Target, plan: Plan, steps: int | None, options: Options) -> Run:
     """Everything about data, weights and checkpoints that can be wrong is found before a rank starts."""
     settings = plan.train or TrainSettings()
     settings = replace(settings, steps=steps or settings.steps, data=options.data or settings.data)
@@ -183,11 +160,13 @@ def _prepare(plan: Plan, steps: int | None, options: Options) -> Run:
     corpus = read_corpus(
         settings.data, job.seq_len, settings.seed, job.global_batch, vocab=job.model.vocab, tokenizer=options.tokenizer
     )
-    run = Run(plan, settings, options, corpus)
+    run = Run(target, plan, settings, options, corpus)
     if options.init_from is not None:
         from shardwise.train.hf_weights import open_weights
 
         run = replace(run, weights=open_weights(job.model, options.init_from))
+    if options.profile is not None:
+        open_folder(options.profile)
     if options.save is None and options.resume is None:
         return run
     from shardwise.train import checkpoint  # half a second: once here, not once in every forked rank
@@ -226,15 +205,16 @@ def _run_rank(
 ) -> list[StepReport]:
     """One rank from its start to its end."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size(world_size)))
-    labels = Labels()
-    comm = open_world("gloo", rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S)
+    labels, target = Labels(), run.target
+    device = target.device(local_rank(rank, world_size))
+    comm = open_world(target.backend, rank, world_size, rendezvous, labels=labels, timeout_s=TIMEOUT_S, device=device)
     among = _all_ranks(run)
     optimizer = OptimizerSettings.of(run.settings)
-    built = build_rank(run.plan.job, run.plan.layout, comm, labels, seed=run.seed, settings=optimizer)
+    built = build_rank(run.plan.job, run.plan.layout, comm, labels, seed=run.seed, settings=optimizer, device=device)
     if run.weights is not None:
         set_weights(built, run.weights.local)
     saver = _restore(built, run, among) if among is not None else None
-    with _profiled(run.options.profile, rank) as advance:
+    with profiled(run.options.profile, built, range(run.start, run.settings.steps)) as advance:
         reports = _steps(built, run, saver, on_step if rank == 0 else None, advance)
     close_world()  # not after a failure: peers would fail of it, and be heard before the cause
     return reports if rank == 0 else []
@@ -277,8 +257,8 @@ def _steps(
         except BaseException as error:
             _name_step(error, step)
             raise
-        advance()
         seconds, tokens = time.perf_counter() - started, rank.job.tokens
+        advance()
         reports.append(
             StepReport(
                 *(step + 1, steps, loss, norm, tokens, seconds, learning_rate),
@@ -328,34 +308,22 @@ def _mfu(job: Job, layout: Layout, seconds: float) -> float | None:
     return done / (seconds * layout.world_size * peak) if peak else None
 
 
-@contextmanager
-def _profiled(folder: Path | None, rank: int) -> Iterator[Callable[[], None]]:
-    """Write `rank-N.json`, a Chrome trace of a few steps; the value is to be called after each step."""
-    if folder is None:
-        yield lambda: None
-        return
-    from torch.profiler import profile, schedule
-
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = schedule(wait=0, warmup=1, active=PROFILED, repeat=1)
-    with profile(
-        schedule=plan, on_trace_ready=lambda of: of.export_chrome_trace(str(folder / f"rank-{rank}.json"))
-    ) as running:
-        yield running.step
-
-
 def _micro_batches(rank: Rank, corpus: Corpus, step: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(ids, targets) [micro-batches, T] of this rank: the step's samples, micro-batch by micro-batch."""
+    """(ids, targets) [micro-batches, T] on this rank's device: the step's samples, micro-batch by micro-batch."""
     if not (rank.needs_ids or rank.needs_targets):
         return None, None
-    rows = [
-        corpus.batch(places)
-        for places in sample_places(rank.layout, rank.world.index(*DATA), rank.job.global_batch, step)
-    ]
-    samples = torch.stack(rows)  # [m, mb, s + 1]
-    ids = samples[..., :-1].flatten(1).contiguous() if rank.needs_ids else None
-    targets = samples[..., 1:].flatten(1).contiguous() if rank.needs_targets else None
+    places = sample_places(rank.layout, rank.world.index(*DATA), rank.job.global_batch, step)
+    with rank.world.labels.at(phase=Phase.DATA):
+        samples = torch.stack([corpus.batch(block) for block in places])  # [m, mb, s + 1]
+        ids = _onto(rank.device, samples[..., :-1].flatten(1)) if rank.needs_ids else None
+        targets = _onto(rank.device, samples[..., 1:].flatten(1)) if rank.needs_targets else None
     return ids, targets
+
+
+def _onto(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """x [contiguous] on the device; the copy to a GPU takes its place in the queue and nobody waits for it."""
+    x = x.contiguous()
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def sample_places(layout: Layout, data_rank: int, global_batch: int, step: int) -> list[range]:

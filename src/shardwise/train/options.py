@@ -49,7 +49,8 @@ class Options:
 
     `save` is the folder of checkpoints, one every `save_every` steps and one at the end, of which the last `keep` stay;
     `resume` a checkpoint or a folder of them; `init_from` a safetensors file or a folder of them, the first weights.
-    `metrics` is a JSONL file, by default in `save`; `profile` a folder for a Chrome trace of each rank.
+    `metrics` is a JSONL file, by default in `save`; `profile` a folder for each rank's trace and its
+    memory by category over time.
     """
 
     data: str | None = None

@@ -56,7 +56,7 @@ class _Step:
     saved: dict[tuple[str, int], _Saved] = field(default_factory=dict)
     queues: dict[tuple[str, int], deque[Entry]] = field(default_factory=dict)
     arriving: dict[tuple[Op, int, int], tuple[Work, torch.Tensor]] = field(default_factory=dict)
-    sending: list[Work] = field(default_factory=list)
+    sending: deque[Work] = field(default_factory=deque)
     losses: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -95,24 +95,21 @@ class Executor:
                     done(entry.micro_batch)
             else:
                 self._post(entry, step)
-        _settle(step)
+        self._settle(step)
         return step.losses
 
     def _instruct(self, x: Instruction, step: _Step) -> None:
-        labels, state = self.world.labels, self.states.get(x.unit)
-        match x.do:
-            case Op.F:
-                with labels.at(module=x.unit, phase=Phase.F):
+        phase = Phase.B if x.do is Op.BW else Phase(x.do)
+        with self.world.labels.at(module=x.unit, phase=phase, micro_batch=x.micro_batch):
+            match x.do:
+                case Op.F:
                     self._forward(x, step)
-            case Op.B | Op.BW:
-                with labels.at(module=x.unit, phase=Phase.B):
+                case Op.B | Op.BW:
                     self._backward(x, step)
-            case Op.W:
-                with labels.at(module=x.unit, phase=Phase.W):
+                case Op.W:
                     drain(step.queues.pop((x.unit, x.micro_batch)))
-            case _:
-                assert state is not None
-                self._on_state(x, state)
+                case _:
+                    self._on_state(x, self.states[x.unit])
 
     def _on_state(self, x: Instruction, state: UnitState) -> None:
         match x.do:
@@ -156,7 +153,8 @@ class Executor:
         key = (tensor, x.stage, x.micro_batch)
         if key in step.arriving:
             work, buffer = step.arriving.pop(key)
-            work.wait()
+            with self.world.labels.at(module=f"stages.{x.stage}", phase=Phase.ARRIVE):
+                work.wait()
             step.flow[key] = buffer
 
     def _leave(self, tensor: Op, x: Instruction, value: torch.Tensor, step: _Step) -> None:
@@ -205,7 +203,7 @@ class Executor:
 
     def _post(self, batch: Batch, step: _Step) -> None:
         """Start one batch of point-to-point operations, after the sends of the one before it are through."""
-        _settle(step)
+        self._settle(step)
         messages = [self._message(op, step) for op in batch]
         works = self.world.comm.post(messages)
         for op, message, work in zip(batch, messages, works, strict=True):
@@ -215,17 +213,19 @@ class Executor:
                 step.arriving[op.tensor, op.stage, op.micro_batch] = work, message.tensor
 
     def _message(self, op: P2P, step: _Step) -> Message:
-        if op.send:
-            tensor = step.flow.pop((op.tensor, op.stage, op.micro_batch))
-        else:
-            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        module, phase, peer = f"stages.{op.stage}", Phase.SEND if op.send else Phase.RECV, self.world.peer(op.peer)
+        with self.world.labels.at(module=module, phase=phase, micro_batch=op.micro_batch, peer=peer):
+            if op.send:
+                tensor = step.flow.pop((op.tensor, op.stage, op.micro_batch))
+            else:
+                tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         what, source, micro_batch = op.message
         name = f"{what} of micro-batch {micro_batch} from stage {source}"
-        return Message(op.send, tensor, self.world.peer(op.peer), name, f"stages.{op.stage}")
+        return Message(op.send, tensor, peer, name, module)
 
-
-def _settle(step: _Step) -> None:
-    """Wait for the sends under way and let go of their tensors."""
-    for work in step.sending:
-        work.wait()
-    step.sending.clear()
+    def _settle(self, step: _Step) -> None:
+        """Wait for the sends under way and let go of their tensors."""
+        if step.sending:
+            with self.world.labels.at(module="stages", phase=Phase.SETTLE):
+                while step.sending:
+                    step.sending.popleft().wait()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.collective import Labels
+from shardwise.collective import Labels, Phase
 from shardwise.model.spec import Model, Unit
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, LayoutError
@@ -136,7 +136,8 @@ def train_step(
     `micro_batches` runs fewer than the job's (a dry run's steady state); `done` is told of each as it ends.
     """
     result = gradients(rank, ids, targets, micro_batches, done)
-    rank.optimizer.step(result.norm)
+    with rank.world.labels.at(phase=Phase.UPDATE):
+        rank.optimizer.step(result.norm)
     return result
 
 
@@ -153,9 +154,13 @@ def gradients(
         state.zero_gradient()
     scale = torch.zeros((), dtype=rank.wide, device=rank.device)
     if targets is not None:
-        scale = token_scale(targets, rank.wide, world)
+        with world.at("loss", Phase.COUNT):
+            scale = token_scale(targets, rank.wide, world)
     count = micro_batches or rank.micro_batches
     row = lowered_row(rank.job.model, rank.layout, count, world.coordinates["pp"])
     losses = rank.executor.run(row, Data(ids, targets, scale), done)
-    loss = report(losses, rank.wide, rank.device, world)
-    return StepResult(loss, clip_norm(rank.counted, world))
+    with world.at("loss", Phase.REPORT):
+        loss = report(losses, rank.wide, rank.device, world)
+    with world.at("clip", Phase.NORM):
+        norm = clip_norm(rank.counted, world)
+    return StepResult(loss, norm)

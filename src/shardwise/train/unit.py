@@ -190,11 +190,11 @@ class UnitState:
     def publish(self) -> None:
         """After the optimizer's step: the weights follow the master copy."""
         group = self.world.group("dp_shard")
-        if self.zero in (1, 2) and group is not None:
-            mine = self.master.to(self.compute)
-            whole = torch.empty(self.storage.padded_numel, dtype=self.compute, device=mine.device)
-            with self.world.at(self.storage.unit, Phase.GATHER):
+        with self.world.at(self.storage.unit, Phase.GATHER):
+            if self.zero in (1, 2) and group is not None:
+                mine = self.master.to(self.compute)
+                whole = torch.empty(self.storage.padded_numel, dtype=self.compute, device=mine.device)
                 self.world.comm.all_gather(whole, mine, group).wait()
-            self._copy_out(whole)
-        elif self.weights is not None and self.weights is not self.master:
-            self.weights.copy_(self.master)
+                self._copy_out(whole)
+            elif self.weights is not None and self.weights is not self.master:
+                self.weights.copy_(self.master)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -119,13 +120,23 @@ def telling(as_json: bool) -> Generator[Callable[[ReportView], None]]:
         yield told
 
 
-def closing(reports: Sequence[StepView], saved: object = None) -> str:
-    """The loss at both ends, and the median step: the first ones warm up. `saved`: the last checkpoint, if any."""
+def closing(reports: Sequence[StepView], saved: object = None, profile: Path | None = None) -> str:
+    """The loss at both ends, and the median step: the first ones warm up. `saved`: the last checkpoint, if any;
+    `profile`: the folder of the profiles."""
     first, last = reports[0], reports[-1]
     total = format_count(sum(r.tokens for r in reports))
     usual = format_seconds(median(r.seconds for r in reports))
     said = f"loss {first.loss:.4f} -> {last.loss:.4f} over {total} tokens; median step {usual}"
-    return said if saved is None else f"{said}\nsaved {saved}"
+    return "\n".join([said, *([] if saved is None else [f"saved {saved}"]), *profiles(profile)])
+
+
+def profiles(folder: Path | None) -> list[str]:
+    """A line that says where the profiles of a run lie, or that there are none; no line where none were asked for."""
+    if folder is None:
+        return []
+    if not any(folder.glob("rank-*-memory.svg")):
+        return [f"no profile in {folder}: the run ended before one was whole"]
+    return [f"profile in {folder}: rank-N.json for ui.perfetto.dev, rank-N-memory.svg for any browser"]
 
 
 def exit_code(kind: str) -> int:
@@ -133,9 +144,10 @@ def exit_code(kind: str) -> int:
     return {"input": terminal.BAD_INPUT, "io": terminal.IO_FAILED}.get(kind, terminal.OUR_FAULT)
 
 
-def interrupted(saved: object) -> str:
-    """What Ctrl-C leaves: `saved` is the last checkpoint, if there is any."""
-    return "interrupted" if saved is None else f"interrupted; go on with --resume {saved}"
+def interrupted(saved: object, profile: Path | None = None) -> list[str]:
+    """What Ctrl-C leaves: `saved` is the last checkpoint, if there is any; `profile` the folder of the profiles."""
+    said = "interrupted" if saved is None else f"interrupted; go on with --resume {saved}"
+    return [said, *profiles(profile)]
 
 
 class ExportView(Protocol):

@@ -26,7 +26,7 @@ Metrics = Annotated[
     Path | None, typer.Option("--metrics", metavar="FILE", help="A JSON line a step; by default in --save.")
 ]
 Profile = Annotated[
-    Path | None, typer.Option("--profile", metavar="FOLDER", help="Write a Chrome trace of each rank's first steps.")
+    Path | None, typer.Option("--profile", metavar="FOLDER", help="Trace each rank's first steps, and its memory.")
 ]
 InitFrom = Annotated[
     Path | None,
