@@ -41,18 +41,18 @@ def one_raises(comm: Comm) -> None:
         error = ValueError("boom")
         error.step = 7  # type: ignore[attr-defined]
         raise error
-    comm.all_reduce(torch.ones(3), group)
+    comm.all_reduce(torch.ones(3), group).wait()
 
 
 def one_is_killed(comm: Comm) -> None:
     group = everyone(comm)
     if comm.rank == 2:
         os.kill(os.getpid(), 9)
-    comm.all_reduce(torch.ones(3), group)
+    comm.all_reduce(torch.ones(3), group).wait()
 
 
 def shapes_differ(comm: Comm) -> None:
-    comm.all_reduce(torch.ones(4 if comm.rank == 1 else 3), everyone(comm))
+    comm.all_reduce(torch.ones(4 if comm.rank == 1 else 3), everyone(comm)).wait()
 
 
 def nobody_sends(comm: Comm) -> None:
@@ -170,9 +170,9 @@ def test_a_recorder_sees_the_logical_operations(fake_world: DistributedComm, fak
 
 def issue_each(comm: Comm, group: Any) -> None:
     x = torch.ones(32, dtype=torch.bfloat16)
-    comm.all_reduce(x, group)
+    comm.all_reduce(x, group).wait()
     comm.all_gather(torch.empty(256, dtype=torch.bfloat16), x, group).wait()
-    comm.reduce_scatter(x[20:24], x, group)
+    comm.reduce_scatter(x[20:24], x, group).wait()
     comm.all_to_all(torch.empty_like(x), x, group)
     y = torch.empty_like(x)
     for work in comm.post([Message(True, x, 1029, "a", "stages.1"), Message(False, y, 2053, "b", "stages.0")]):

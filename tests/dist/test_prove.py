@@ -21,6 +21,7 @@ from shardwise.prove.dryrun import prove_rank
 from shardwise.prove.record import Recorder
 from shardwise.train.distributed import close_world, open_world
 from shardwise.train.ops import _Norm
+from shardwise.train.reduction import Start
 from shardwise.train.unit import UnitState
 from tests.support.models import job, tiny
 
@@ -56,9 +57,9 @@ def test_a_ledger_that_lies_ends_with_4_and_names_the_module(monkeypatch: pytest
 def test_code_that_issues_more_than_planned_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     reduce = UnitState.reduce
 
-    def twice(self: UnitState, final: bool) -> None:
+    def twice(self: UnitState, final: bool) -> list[Start]:
         self.world.all_reduce(self.gradient_shard, ("dp_shard",), self.storage.unit, Phase.REDUCE)
-        reduce(self, final)
+        return reduce(self, final)
 
     monkeypatch.setattr(UnitState, "reduce", twice)
     proof = prove_tiny()

@@ -34,7 +34,7 @@ def every_operation(comm: Comm, degree: int, dtype: str) -> dict[str, torch.Tens
     found: dict[str, torch.Tensor] = {}
     for op in ("sum", "max"):
         found[op] = made_input(comm.rank, degree, dtype)
-        comm.all_reduce(found[op], group, op)
+        comm.all_reduce(found[op], group, op).wait()
     x = made_input(comm.rank, degree, dtype)
     found["gather"] = torch.zeros(degree * x.numel(), dtype=x.dtype)
     comm.all_gather(found["gather"], x, group).wait()
@@ -42,9 +42,9 @@ def every_operation(comm: Comm, degree: int, dtype: str) -> dict[str, torch.Tens
     found["gather_in_place"][group.index] = x.view(-1)
     comm.all_gather(found["gather_in_place"], found["gather_in_place"][group.index], group).wait()
     found["scatter"] = torch.zeros(PART, dtype=x.dtype)
-    comm.reduce_scatter(found["scatter"], x, group)
+    comm.reduce_scatter(found["scatter"], x, group).wait()
     whole = made_input(comm.rank, degree, dtype).view(degree, PART)
-    comm.reduce_scatter(whole[group.index], whole, group)
+    comm.reduce_scatter(whole[group.index], whole, group).wait()
     found["scatter_in_place"] = whole[group.index].clone()
     found["exchange"] = torch.zeros_like(x)
     comm.all_to_all(found["exchange"], x, group)
@@ -98,7 +98,7 @@ def test_results_are_copies_and_gather_is_asynchronous() -> None:
         early = out.clone()
         work.wait()
         x.fill_(-1)
-        comm.all_reduce(torch.zeros(1), group)
+        comm.all_reduce(torch.zeros(1), group).wait()
         return early, out
 
     results = run_threads(2, rank_main)
@@ -115,7 +115,7 @@ def test_two_runs_agree_bit_for_bit_and_take_the_same_turns() -> None:
             x = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
             for _ in range(20):
                 turns.append(comm.rank)
-                comm.all_reduce(x, group)
+                comm.all_reduce(x, group).wait()
                 x /= 8.1
             return x
 
@@ -137,7 +137,7 @@ def test_collectives_inside_backward() -> None:
         def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
             comm: ThreadComm = ctx.comm  # type: ignore[attr-defined]
             total = grads[0].clone()
-            comm.all_reduce(total, comm.group(("tp",), tuple(range(comm.world_size))))
+            comm.all_reduce(total, comm.group(("tp",), tuple(range(comm.world_size)))).wait()
             return total, None
 
     def rank_main(comm: ThreadComm, fail: bool) -> float:
@@ -158,7 +158,7 @@ def test_many_ranks_many_collectives() -> None:
         group = comm.group(("dp",), tuple(range(32)))
         x = torch.ones(64, dtype=torch.float64)
         for _ in range(200):
-            comm.all_reduce(x, group)
+            comm.all_reduce(x, group).wait()
             x /= 32
         return x.sum().item()
 
@@ -179,7 +179,7 @@ def failure(*ranks: Step, timeout_s: float = 20.0) -> RankError:
 
 
 def reduce(*shape: int, dtype: torch.dtype = torch.float32, op: str = "sum", axis: str = "tp") -> Step:
-    return lambda comm: comm.all_reduce(torch.ones(shape, dtype=dtype), comm.group((axis,), (0, 1)), op)
+    return lambda comm: comm.all_reduce(torch.ones(shape, dtype=dtype), comm.group((axis,), (0, 1)), op).wait()
 
 
 def gather(comm: ThreadComm) -> None:
@@ -250,10 +250,10 @@ def test_a_users_handler_does_not_swallow_the_end() -> None:
 
 TP = ("tp",), (0, 1)
 BAD_ARGUMENTS: list[tuple[Step, str]] = [
-    (lambda comm: comm.reduce_scatter(torch.ones(2), torch.ones(5), comm.group(*TP)), "does not split into 2"),
+    (lambda comm: comm.reduce_scatter(torch.ones(2), torch.ones(5), comm.group(*TP)).wait(), "does not split into 2"),
     (lambda comm: comm.all_gather(torch.ones(3), torch.ones(2), comm.group(*TP)), "must have 4 elements"),
-    (lambda comm: comm.all_reduce(torch.ones(2, 3).T, comm.group(*TP)), "not contiguous"),
-    (lambda comm: comm.all_reduce(torch.ones(2), comm.group(*TP), "avg"), "'sum' or 'max', not 'avg'"),
+    (lambda comm: comm.all_reduce(torch.ones(2, 3).T, comm.group(*TP)).wait(), "not contiguous"),
+    (lambda comm: comm.all_reduce(torch.ones(2), comm.group(*TP), "avg").wait(), "'sum' or 'max', not 'avg'"),
     (lambda comm: comm.group(("tp",), (1, 0)), "must be ascending"),
     (lambda comm: comm.post([send(0)]), "rank 0 has no peer 0"),
 ]

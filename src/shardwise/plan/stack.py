@@ -83,7 +83,9 @@ class Overlap:
     cp: Share = 1.0
     ep: Share = 0.0
     reduce: Share = 0.0
-    """reduction of gradients behind the backward"""
+    """reduction of each micro-batch's gradients behind the backward"""
+    final: Share = 1.0
+    """reduction of a step's gradients, once, behind its last backward"""
     publish: Share = 0.0
     """ZeRO-1's gather of new parameters behind the next forward"""
 

@@ -2,9 +2,9 @@
 
 The unit list is a value that the caller passes in. ZeRO-3 gathers one unit ahead of the unit that runs, across the
 borders of actions too, and drops a unit's parameters after each use, unless the next instruction uses them again.
-Gradients that stay whole are reduced once, behind the batch that sends the stage's own gradient on: the stages below
-wait for that, and nobody waits for the reduction. The two ranks that hold one stage may end its gradients at different
-places of their rows, so the sums between them come last, in the order of the stages on both.
+A gradient is reduced when it is there: those that stay whole once, behind their unit's last backward, those that are
+cut behind each. The two ranks that hold one stage may end its gradients at different places of their rows, so the sums
+between them come last, in the order of the stages on both.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ def lower(row: Row, holdings: Holdings) -> Lowered:
             state.compute(step)
         else:
             state.out.append(step)
-            state.flush()
-    state.flush()
     last = [(Do.TWIN, holdings.twins), (Do.TIE, holdings.tied)]
     return (*state.out, *(Instruction(do, s) for do, storages in last for s in storages))
 
@@ -98,31 +96,19 @@ class _Placing:
     def __init__(self, holdings: Holdings, work: Sequence[Instruction], needs: Sequence[tuple[str, ...]]) -> None:
         self.holdings, self.needs = holdings, needs
         self.out: list[Instruction | Batch] = []
-        self.late: list[Instruction] = []
         self.resident: set[str] = set()
         self.started: set[str] = set()
         self.index = 0
         gradients = [(i, x) for i, x in enumerate(work) if x.do in (Op.W, Op.BW)]
         self.last_gradient = {s: i for i, x in gradients for s in holdings.uses[x.unit]}
 
-    def flush(self) -> None:
-        """Reductions that waited for the action's message to leave."""
-        self.out += self.late
-        self.late = []
-
     def compute(self, step: Instruction) -> None:
         """One instruction: its parameters ready, the next ones under way, its gradients reduced."""
-        if step.first:
-            self.flush()
         needed = self.needs[self.index]
         following = self.needs[self.index + 1] if self.index + 1 < len(self.needs) else ()
         self._gather(needed, following)
         opened, reduces = self._gradients(step)
-        self.out += [*opened, step]
-        if self.holdings.scattered:
-            self.out += reduces
-        else:
-            self.late += reduces
+        self.out += [*opened, step, *reduces]
         dropped = [s for s in needed if s not in following]
         self.out += [Instruction(Do.RESHARD, s) for s in dropped]
         self.resident -= set(dropped)

@@ -141,9 +141,9 @@ def _tail(prices: Prices, share: Share, place: int) -> dict[str, Count]:
     reduce: Count = 0.0
     for kind, n in share.state:
         seconds = units[kind].final
-        if overlap.reduce:
+        if overlap.final:
             _, b, w = prices.units[kind].total
-            seconds = seconds - overlap.reduce * (seconds - most([0.0, seconds - b - w]))
+            seconds = seconds - overlap.final * (seconds - most([0.0, seconds - b - w]))
         reduce = reduce + n * seconds
     reduce = reduce + prices.state.scalars
     if place in (0, len(prices.chain.ranks) - 1):

@@ -60,16 +60,17 @@ class Comm(Protocol):
         """Make the group in which `post` reaches these peers, apart from those that carry collectives."""
         ...
 
-    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> None:
-        """In place; `op` is "sum" or "max"."""
+    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> Work:
+        """In place; `op` is "sum" or "max". Asynchronous: `x` lives, and is left alone, until `wait`."""
         ...
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         """out [n * x.numel()] in the group's order <- x of each rank. Asynchronous: `x` lives until `wait`."""
         ...
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x; `out` may be that part itself."""
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
+        """out [x.numel() / n] <- the sum over ranks of their `index`-th part of x; `out` may be that part itself.
+        Asynchronous, as `all_reduce`."""
         ...
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:

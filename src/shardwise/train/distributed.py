@@ -145,27 +145,31 @@ class DistributedComm:
         group = self._new_group(axes, ranks)
         self._pairs |= dict.fromkeys(ranks, group)
 
-    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> None:
+    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> Work:
         require_op(op)
         require(x, x, x.numel())
-        self._issue(f"all_reduce {op}", x, group, lambda: dist.all_reduce(x, OPS[op], group=_handle(group)))
+        call = _Call(self.rank, f"all_reduce {op}", x, group)
+        return self._start(call, lambda: dist.all_reduce(x, OPS[op], group=_handle(group), async_op=True))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         require(out, x, x.numel() * group.size)
         call = _Call(self.rank, "all_gather", x, group)
-        return _CallWork(call, self._label(call, lambda: _all_gather(out.view(-1), x.view(-1), _handle(group), True)))
+        return self._start(call, lambda: _all_gather(out.view(-1), x.view(-1), _handle(group), True))
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         require_divisible(x, group.size)
         require(out, x, x.numel() // group.size)
         lowering = REDUCE_SCATTER[self.backend]
-        self._issue("reduce_scatter sum", x, group, lambda: lowering(out.view(-1), x.view(-1), group))
+        call = _Call(self.rank, "reduce_scatter sum", x, group)
+        return self._start(call, lambda: lowering(out.view(-1), x.view(-1), group))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
         require_divisible(x, group.size)
         require(out, x, x.numel())
         flat = out.view(-1), x.view(-1)
-        self._issue("all_to_all", x, group, lambda: dist.all_to_all_single(*flat, group=_handle(group)))
+        self._label(
+            _Call(self.rank, "all_to_all", x, group), lambda: dist.all_to_all_single(*flat, group=_handle(group))
+        )
 
     def post(self, batch: list[Message]) -> list[Work]:
         ends = [(message, self._pair_group(message.peer)) for message in batch]
@@ -218,8 +222,8 @@ class DistributedComm:
             raise CommError(f"rank {self.rank}: group {name} of ranks {ranks} failed {hint}: {error}") from error
         return Group(axes, ranks, index, handle)
 
-    def _issue(self, kind: str, x: torch.Tensor, group: Group, function: Callable[[], object]) -> None:
-        self._label(_Call(self.rank, kind, x, group), function)
+    def _start(self, call: _Call, function: Callable[[], Any]) -> Work:
+        return _CallWork(call, cast(Work, self._label(call, function)))
 
     def _label(self, call: _Call, function: Callable[[], T]) -> T:
         with self.labels.at(axis=axis_label(call.group.axes)):
@@ -244,19 +248,32 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _native_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-    _reduce_scatter(out, x, OPS["sum"], _handle(group))
+def _native_reduce_scatter(out: torch.Tensor, x: torch.Tensor, group: Group) -> Any:
+    return _reduce_scatter(out, x, OPS["sum"], _handle(group), True)
 
 
-def _all_to_all_and_sum(out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+@dataclass(frozen=True, slots=True)
+class _Summing:
+    """Parts of a sum on their way from all ranks; they are added where one waits for them."""
+
+    work: Any
+    received: torch.Tensor
+    out: torch.Tensor
+    group: Group
+
+    def wait(self) -> None:
+        self.work.wait()
+        with torch.no_grad():
+            self.out.copy_(reduce_in_order(self.received.view(self.group.size, -1).unbind(0), "sum"))
+
+
+def _all_to_all_and_sum(out: torch.Tensor, x: torch.Tensor, group: Group) -> Any:
     """(n-1)/n of x on the wire, where gloo's own sends twice that; and the sum is in rank order, as on threads."""
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=_handle(group))
-    with torch.no_grad():
-        out.copy_(reduce_in_order(received.view(group.size, -1).unbind(0), "sum"))
+    return _Summing(dist.all_to_all_single(received, x, group=_handle(group), async_op=True), received, out, group)
 
 
-REDUCE_SCATTER: dict[str, Callable[[torch.Tensor, torch.Tensor, Group], None]] = {
+REDUCE_SCATTER: dict[str, Callable[[torch.Tensor, torch.Tensor, Group], Any]] = {
     "nccl": _native_reduce_scatter,
     "fake": _native_reduce_scatter,
     "gloo": _all_to_all_and_sum,

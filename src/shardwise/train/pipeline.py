@@ -19,6 +19,7 @@ from shardwise.schedule.lowering import Do, Instruction, Lowered
 from shardwise.schedule.table import P2P, Batch, Op
 from shardwise.train.comm import Message, Work
 from shardwise.train.nn import UnitModule
+from shardwise.train.reduction import Reductions
 from shardwise.train.unit import UnitState
 from shardwise.train.weights import Entry, WeightQueue, drain
 from shardwise.train.world import World
@@ -57,6 +58,7 @@ class _Step:
     queues: dict[tuple[str, int], deque[Entry]] = field(default_factory=dict)
     arriving: dict[tuple[Op, int, int], tuple[Work, torch.Tensor]] = field(default_factory=dict)
     sending: deque[Work] = field(default_factory=deque)
+    sums: Reductions = field(default_factory=Reductions)
     losses: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -96,6 +98,7 @@ class Executor:
             else:
                 self._post(entry, step)
         self._settle(step)
+        step.sums.finish()
         return step.losses
 
     def _instruct(self, x: Instruction, step: _Step) -> None:
@@ -109,9 +112,9 @@ class Executor:
                 case Op.W:
                     drain(step.queues.pop((x.unit, x.micro_batch)))
                 case _:
-                    self._on_state(x, self.states[x.unit])
+                    self._on_state(x, self.states[x.unit], step)
 
-    def _on_state(self, x: Instruction, state: UnitState) -> None:
+    def _on_state(self, x: Instruction, state: UnitState, step: _Step) -> None:
         match x.do:
             case Do.UNSHARD:
                 state.unshard()
@@ -122,10 +125,12 @@ class Executor:
             case Do.OPEN:
                 state.open_gradient()
             case Do.REDUCE:
-                state.reduce(x.final)
+                step.sums.add(state.reduce(x.final))
             case Do.TWIN:
+                step.sums.finish()
                 state.twin()
             case _:
+                step.sums.finish()
                 state.tie()
 
     def _forward(self, x: Instruction, step: _Step) -> None:

@@ -7,8 +7,6 @@ is released there, and a profiler of this thread does not see it go. It costs li
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -32,21 +30,22 @@ class Releasing:
     def point_to_point_group(self, ranks: tuple[int, ...]) -> None:
         self.comm.point_to_point_group(ranks)
 
-    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> None:
-        with _released(x):
-            self.comm.all_reduce(x, group, op)
+    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> Work:
+        held = _Held((x,))
+        return _Releasing(self.comm.all_reduce(x, group, op), held)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         held = _Held((out, x))
         return _Releasing(self.comm.all_gather(out, x, group), held)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        with _released(out, x):
-            self.comm.reduce_scatter(out, x, group)
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
+        held = _Held((out, x))
+        return _Releasing(self.comm.reduce_scatter(out, x, group), held)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        with _released(out, x):
-            self.comm.all_to_all(out, x, group)
+        held = _Held((out, x))
+        self.comm.all_to_all(out, x, group)
+        held.wait()
 
     def post(self, batch: list[Message]) -> list[Work]:
         """As it is: no thread holds a message."""
@@ -77,13 +76,6 @@ class _Held:
         while any(map(int.__gt__, map(_holders, self.storages), self.holders)) and time.perf_counter() < latest:
             time.sleep(PAUSE_S)
         self.storages.clear()
-
-
-@contextmanager
-def _released(*tensors: torch.Tensor) -> Iterator[None]:
-    held = _Held(tensors)
-    yield
-    held.wait()
 
 
 def _holders(storage: Any) -> int:

@@ -371,29 +371,29 @@ class ThreadComm:
     def point_to_point_group(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ("pp",)) -> None:
         """Nothing to prepare: queues exist between all ranks."""
 
-    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> None:
+    def all_reduce(self, x: torch.Tensor, group: Group, op: str = "sum") -> Work:
         require_op(op)
         require(x, x, x.numel())
-        self._run("all_reduce", group, x, x, op)
+        return self._start("all_reduce", group, x, x, op)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         require(out, x, x.numel() * group.size)
-        return _GateWork(self._world, self.rank, self._world.arrive(group, "all_gather", "", out, x))
+        return self._start("all_gather", group, out, x, "")
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> Work:
         require_divisible(x, group.size)
         require(out, x, x.numel() // group.size)
-        self._run("reduce_scatter", group, out, x, "sum")
+        return self._start("reduce_scatter", group, out, x, "sum")
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, group: Group) -> None:
         require_divisible(x, group.size)
         require(out, x, x.numel())
-        self._run("all_to_all", group, out, x, "")
+        self._start("all_to_all", group, out, x, "").wait()
 
     def post(self, batch: list[Message]) -> list[Work]:
         for message in batch:
             require(message.tensor, message.tensor, message.tensor.numel())
         return [_GateWork(self._world, self.rank, gate) for gate in self._world.post(self.rank, batch)]
 
-    def _run(self, kind: str, group: Group, out: torch.Tensor, x: torch.Tensor, op: str) -> None:
-        self._world.block(self.rank, self._world.arrive(group, kind, op, out, x))
+    def _start(self, kind: str, group: Group, out: torch.Tensor, x: torch.Tensor, op: str) -> Work:
+        return _GateWork(self._world, self.rank, self._world.arrive(group, kind, op, out, x))

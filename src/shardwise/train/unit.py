@@ -9,12 +9,15 @@ zero   weights              gradient                      master, the optimizer'
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from shardwise.collective import Kind, Phase
 from shardwise.plan.job import Job
 from shardwise.plan.shards import GradientMove, Record, Storage, gradient_moves, twin_move
 from shardwise.train.comm import Work
+from shardwise.train.reduction import Start
 from shardwise.train.weights import Slot, shard_blocks
 from shardwise.train.world import TIED_AXES, World
 
@@ -134,35 +137,37 @@ class UnitState:
 
     # Every kind: gradients are summed.
 
-    def reduce(self, final: bool) -> None:
-        """Sum this rank's gradient: over the shards' axis first, and when `final`, its shard over every other axis of
-        the mesh."""
-        for move in gradient_moves(self.storage, self.zero, final):
-            if move.kind is Kind.REDUCE_SCATTER:
-                self._scatter()
-            else:
-                self._sum(move)
+    def reduce(self, final: bool) -> list[Start]:
+        """What sums this rank's gradient, each to be started when the one before is over: over the shards' axis first,
+        and when `final`, its shard over every other axis of the mesh."""
+        moves = [m for m in gradient_moves(self.storage, self.zero, final) if self.world.group(*m.axes) is not None]
+        return [self._scatter if m.kind is Kind.REDUCE_SCATTER else partial(self._sum, m) for m in moves]
 
     def twin(self) -> None:
         """Sum the gradients of the two copies of our stage."""
-        self._sum(twin_move(self.storage))
+        if (work := self._sum(twin_move(self.storage))) is not None:
+            work.wait()
 
-    def _sum(self, move: GradientMove) -> None:
+    def _sum(self, move: GradientMove) -> Work | None:
         part = self.gradient_shard[move.start : move.start + move.elements]
-        self.world.all_reduce(part, move.axes, self.storage.unit, Phase.REDUCE)
+        return self.world.start_all_reduce(part, move.axes, self.storage.unit, Phase.REDUCE)
 
-    def _scatter(self) -> None:
-        """The whole gradient into this rank's shard: in place, or added to what earlier micro-batches left there."""
+    def _scatter(self) -> Work | None:
+        """The whole gradient into this rank's shard: in place, or added to what earlier micro-batches left there; that
+        is over at once, so that no whole gradient lives beside the next unit's."""
         group = self.world.group("dp_shard")
         if group is None or self.gradient is None:
             raise RuntimeError(f"{self.storage.unit} has no whole gradient to scatter")
         out = torch.empty_like(self.gradient_shard) if self.zero >= 2 else self.gradient_shard
         with self.world.at(self.storage.unit, Phase.REDUCE):
-            self.world.comm.reduce_scatter(out, self.gradient, group)
-        if self.zero >= 2:
-            self.gradient_shard.add_(out)
-            self.gradient = None
-            self._open(None)
+            work = self.world.comm.reduce_scatter(out, self.gradient, group)
+        if self.zero < 2:
+            return work
+        work.wait()
+        self.gradient_shard.add_(out)
+        self.gradient = None
+        self._open(None)
+        return None
 
     def tie(self) -> None:
         """Sum the two copies of the tied weight, on matching shards."""

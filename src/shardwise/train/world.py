@@ -10,7 +10,7 @@ import torch
 from shardwise.collective import Kind, Labels
 from shardwise.mesh import COLLECTIVES, Axes, Mesh
 from shardwise.plan.shards import COPIES, TWINS
-from shardwise.train.comm import Comm, Group
+from shardwise.train.comm import Comm, Group, Work
 
 TIED_AXES = ("tied",)
 """Not an axis of the mesh: the pipeline ranks that hold copies of a tied weight."""
@@ -75,7 +75,15 @@ class World:
         group = self.groups[axes]
         if group is not None:
             with self.labels.at(module=module, phase=phase):
-                self.comm.all_reduce(x, group, op)
+                self.comm.all_reduce(x, group, op).wait()
+
+    def start_all_reduce(self, x: torch.Tensor, axes: Axes, module: str, phase: str | None = None) -> Work | None:
+        """The sum under way, in place; None where the group has one rank."""
+        group = self.groups[axes]
+        if group is None:
+            return None
+        with self.labels.at(module=module, phase=phase):
+            return self.comm.all_reduce(x, group)
 
     def collect(self, kind: Kind, x: torch.Tensor, axes: Axes, module: str) -> torch.Tensor:
         """A fresh tensor: x [n, ...] gathered, reduce-scattered or exchanged along dim 0."""
@@ -89,7 +97,7 @@ class World:
                 self.comm.all_gather(out, x, group).wait()
             elif kind is Kind.REDUCE_SCATTER:
                 out = x.new_empty((n // group.size, *rest))
-                self.comm.reduce_scatter(out, x, group)
+                self.comm.reduce_scatter(out, x, group).wait()
             else:
                 out = torch.empty_like(x)
                 self.comm.all_to_all(out, x, group)

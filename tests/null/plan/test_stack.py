@@ -88,7 +88,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         "saves.norm: wanted 'fused' or 'eager'",
         "saves.dropout: found 1; wanted true or false",
         "overlap.tp: found 1.5; wanted a number from 0 to 1",
-        "overlap: unknown key 'dp'; known: tp, cp, ep, reduce, publish",
+        "overlap: unknown key 'dp'; known: tp, cp, ep, reduce, final, publish",
     ):
         assert words in said
     assert all(fault.startswith(str(path)) for fault in caught.value.faults)

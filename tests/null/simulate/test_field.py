@@ -84,13 +84,16 @@ def test_the_parts_are_the_step(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ ledger and time
 
 
+BARE = Overlap(cp=0.0, final=0.0)
+
+
 def bare(job: Job) -> Job:
     """Nothing is hidden, and kernels that only move memory take no time: what is left of communication is its
     collectives."""
     device = job.cluster.device
     efficiency = replace(device.efficiency, launch_s=0.0)
     device = replace(device, memory_bandwidth_GBps_per_device=1e21, efficiency=efficiency)
-    return replace(job, cluster=replace(job.cluster, device=device), stack=replace(SHARDWISE, overlap=Overlap(cp=0.0)))
+    return replace(job, cluster=replace(job.cluster, device=device), stack=replace(SHARDWISE, overlap=BARE))
 
 
 def priced(job: Job, layout: Layout) -> dict[str, float]:
@@ -191,14 +194,13 @@ def test_a_slanted_router_takes_longer() -> None:
         assert slanted["tp communication"] == even["tp communication"]
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "reduce", "publish"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep", "reduce", "final", "publish"])
 def test_hiding_communication_never_costs(axis: str) -> None:
     """Nothing hidden, and all of it; the closed form says the same."""
     job = job_of("qwen3-30b-a3b")
     layouts = drawn(job, 10, 27)
     shown, hidden = (
-        replace(job, stack=replace(SHARDWISE, overlap=replace(Overlap(cp=0.0), **{axis: share})))
-        for share in (0.0, 1.0)
+        replace(job, stack=replace(SHARDWISE, overlap=replace(BARE, **{axis: share}))) for share in (0.0, 1.0)
     )
     for layout in layouts:
         assert seconds(hidden, layout) <= seconds(shown, layout) * (1 + 1e-9), str(layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from shardwise.plan.batch import Bools, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import parse
 from shardwise.plan.rules import legal
+from shardwise.plan.stack import SHARDWISE
 from shardwise.search.space import enumerate_layouts
 from shardwise.simulate.network import collective_s, links
 from shardwise.simulate.step import CAUSES, step_seconds, step_time, timeline
@@ -144,8 +146,8 @@ def test_compute_is_not_faster_than_the_peaks() -> None:
 )
 def test_communication_is_the_ledger_priced(text: str) -> None:
     """What the step says of tp and of gradients is what its collectives cost, one by one."""
-    layout = parse(text)
-    step = step_time(LARGE, layout)
+    layout, shown = parse(text), replace(SHARDWISE, overlap=replace(SHARDWISE.overlap, final=0.0))
+    step = step_time(replace(LARGE, stack=shown), layout)
     priced = {"activations": 0.0, "gradients": 0.0}
 
     def price(c: Collective) -> float:
@@ -161,6 +163,17 @@ def test_communication_is_the_ledger_priced(text: str) -> None:
     # Beside the collectives: scalars, and with ZeRO-3 the buffers that are opened and added.
     beside = step.parts_s["reduce gradients"] - priced["gradients"]
     assert 0 <= beside < (0.1 if layout.zero == 3 else 1e-3) * step.total_s
+
+
+@pytest.mark.parametrize("text", ["tp=8 dp=64 zero=1 mb=1", "dp=512 mb=1", "tp=2 pp=8 dp=32 zero=1 mb=1"])
+def test_the_last_reductions_hide_behind_the_last_backward_alone(text: str) -> None:
+    """What is hidden is no more than the backward of one micro-batch, and at least what one unit's hides."""
+    layout = parse(text)
+    bare = replace(LARGE, stack=replace(SHARDWISE, overlap=replace(SHARDWISE.overlap, final=0.0)))
+    shown, hidden = (step_time(job, layout) for job in (bare, LARGE))
+    saved = shown.parts_s["reduce gradients"] - hidden.parts_s["reduce gradients"]
+    assert 0 < saved == pytest.approx(shown.total_s - hidden.total_s, rel=1e-3)  # a bubble shifts a little
+    assert saved < shown.parts_s["compute"] / shown.micro_batches
 
 
 def test_zero_3_hides_its_gathers_where_compute_is_longer() -> None:
