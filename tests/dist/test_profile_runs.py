@@ -55,8 +55,7 @@ def test_every_category_is_the_accounts(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2 mb=4 zero=1", "dp=2 mb=4 zero=3"])
 def test_a_cut_state_peaks_where_the_account_says(layout: str, tmp_path: Path) -> None:
-    """Above it may lie one unit: gloo gathers, and exchanges the parts of a sum, in a buffer of its own, beside what runs
-    meanwhile."""
+    """Above it may lie one unit: gloo gathers, and exchanges the parts of a sum, in a buffer of its own meanwhile."""
     timelines, names, _ = profiled(tmp_path, layout)
     plan = load_plan(tmp_path / "plan.toml")
     (account,) = memory_of(plan.job, plan.layout)
