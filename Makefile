@@ -28,7 +28,7 @@ demo: $(STAMP) ## plan, prove and train, each command shown and timed
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) ## all tests that this machine can run
-	$(BIN)/python -m pytest -n $(WORKERS) -q --durations=5
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --durations=5
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .

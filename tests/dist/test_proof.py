@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -23,8 +25,7 @@ def assert_proved(proof: Proof) -> None:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("case", cases(8, NAMES), ids=str)
+@pytest.mark.parametrize(("case", "precision"), list(zip(cases(8, NAMES), cycle(("fp64", "bf16")))), ids=str)
 def test_a_composition_of_the_front_is_proved(case: Case, precision: str) -> None:
     """First, a middle and the last rank, on real tensors under the fake process group."""
     work, world = case.job(precision), case.layout.world_size

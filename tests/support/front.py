@@ -1,4 +1,4 @@
-"""The compositions of what the runtime runs: all on up to four ranks, beyond that every meeting of four choices."""
+"""The compositions of what the runtime runs: all on two ranks, beyond that every meeting of three choices."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TWICE = (
     "pp=2 dp=2 zero=3 schedule=dualpipe mb=1",
 )
 
-ALL = 4
+ALL = 2
 """Up to so many ranks every composition is taken."""
 
-MEETING = 4
+MEETING = 3
 """Beyond, each set of so many choices that some layout combines."""
 
 BATCH = 8
