@@ -45,7 +45,8 @@ score: $(STAMP) ## predict every published run that can be, and compare
 
 bench: $(STAMP) ## run every script in benchmarks/
 	@test -n "$(BENCHMARKS)" || echo "benchmarks/ holds no script yet"
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+	@failed=; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || failed="$$failed $$script"; done; \
+	  test -z "$$failed" || { echo "failed, or not to be had here:$$failed"; exit 1; }
 
 clean: ## remove $(VENV), build/ and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -14,15 +14,14 @@ sample, and the bound is the upper end of the 95 % interval of the mean (Student
 from __future__ import annotations
 
 import argparse
-import math
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from beside.interval import paired
 
 from shardwise.cluster import parse_cluster
 from shardwise.collective import Labels
@@ -36,7 +35,6 @@ from shardwise.train.rank import Rank, build_rank, train_step
 from shardwise.train.threads import run_threads
 
 LAYERS, SEQ_LEN, BATCH, VOCAB = 4, 256, 4, 1024
-T_975 = {14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 24: 2.064, 30: 2.042}
 
 
 def make_model(hidden: int) -> Model:
@@ -117,25 +115,6 @@ def cpu_s(run: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def compare(ours: Callable[[], object], peer: Callable[[], object], pairs: int) -> tuple[float, float, float, float]:
-    """(our median s, the peer's, mean ratio, upper end of its 95 % interval)"""
-    for run in (ours, peer, ours, peer):
-        run()
-    samples: list[tuple[float, float]] = []
-    for i in range(pairs):
-        if i % 2:
-            theirs = cpu_s(peer)
-            mine = cpu_s(ours)
-        else:
-            mine = cpu_s(ours)
-            theirs = cpu_s(peer)
-        samples.append((mine, theirs))
-    ratios = [a / b for a, b in samples]
-    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(pairs)
-    bound = mean + T_975[max(k for k in T_975 if k <= pairs - 1)] * error
-    return statistics.median(a for a, _ in samples), statistics.median(b for _, b in samples), mean, bound
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="The unit executor beside a plain loop, CPU seconds a step.")
     parser.add_argument("--pairs", type=int, default=21)
@@ -159,8 +138,11 @@ def measure(hidden: int, pairs: int, comm: Comm) -> None:
     plain = PlainTorch(rank)
     peers = {"same ops": lambda: same_ops(twin, ids, targets), "plain torch": lambda: plain.step(ids, targets)}
     for name, peer in peers.items():
-        row = compare(lambda: train_step(rank, ids, targets), peer, pairs)
-        print(f"{hidden:>6}  {name:<12} {row[0]:>10.4f} {row[1]:>10.4f} {row[2]:>7.3f} {row[3]:>10.3f}")
+        ours, theirs = partial(cpu_s, lambda: train_step(rank, ids, targets)), partial(cpu_s, peer)
+        for warm in (ours, theirs) * 2:
+            warm()
+        row = paired(ours, theirs, pairs)
+        print(f"{hidden:>6}  {name:<12} {row.ours_s:>10.4f} {row.theirs_s:>10.4f} {row.ratio:>7.3f} {row.high:>10.3f}")
 
 
 if __name__ == "__main__":

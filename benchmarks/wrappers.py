@@ -15,17 +15,17 @@ two fresh processes, less what was resident before the model was built, of the l
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 import resource
-import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside.interval import Cost, paired
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -38,7 +38,6 @@ from shardwise.train.wrap.fsdp import fsdp
 from shardwise.train.wrap.zero1 import zero1
 
 RANKS, LAYERS, BATCH, SEQ_LEN, VOCAB = 2, 4, 2, 128, 2048
-T_975 = {14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 24: 2.064, 30: 2.042}
 MIB = 2**20
 
 Step = Callable[[], None]
@@ -138,14 +137,6 @@ PAIRS: dict[str, tuple[Callable[[int], Step], Callable[[int], Step]]] = {
 }
 
 
-class Row(NamedTuple):
-    ours_s: float
-    theirs_s: float
-    ratio: float
-    low: float
-    high: float
-
-
 def join(rank: int, world_size: int, init_method: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -162,23 +153,15 @@ def cpu_s(step: Step) -> float:
     return spent.item()
 
 
-def compare(rank: int, world_size: int, init_method: str, name: str, hidden: int, pairs: int) -> Row:
+def compare(rank: int, world_size: int, init_method: str, name: str, hidden: int, pairs: int) -> Cost:
     """One rank of a row."""
     join(rank, world_size, init_method)
     ours, theirs = (make(hidden) for make in PAIRS[name])
     for step in (ours, theirs) * 3:
         step()
-    samples: list[tuple[float, float]] = []
-    for i in range(pairs):
-        order = (ours, theirs) if i % 2 == 0 else (theirs, ours)
-        spent = {step: cpu_s(step) for step in order}
-        samples.append((spent[ours], spent[theirs]))
+    cost = paired(partial(cpu_s, ours), partial(cpu_s, theirs), pairs)
     close_world()
-    ratios = [a / b for a, b in samples]
-    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(pairs)
-    half = T_975[max(k for k in T_975 if k <= pairs - 1)] * error
-    ours_s, theirs_s = (statistics.median(side) / world_size for side in zip(*samples, strict=True))
-    return Row(ours_s, theirs_s, mean, mean - half, mean + half)
+    return cost
 
 
 def peak(rank: int, world_size: int, init_method: str, name: str, hidden: int, side: int) -> int:
@@ -213,9 +196,9 @@ def main() -> None:
         if name.startswith(options.only):
             row = launch(RANKS, compare, (name, h, options.pairs))[0]
             held = [max(launch(RANKS, peak, (name, h, side))) / MIB for side in (0, 1)]
-            interval = f"{row.low:.3f}-{row.high:.3f}"
+            each, interval = (row.ours_s / RANKS, row.theirs_s / RANKS), f"{row.low:.3f}-{row.high:.3f}"
             print(
-                f"{name:<22} {row.ours_s:>10.4f} {row.theirs_s:>11.4f} {row.ratio:>6.3f} {interval:>13} "
+                f"{name:<22} {each[0]:>10.4f} {each[1]:>11.4f} {row.ratio:>6.3f} {interval:>13} "
                 f"{held[0]:>9.1f} {held[1]:>9.1f}",
                 flush=True,
             )

@@ -10,50 +10,36 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from beside.interval import Cost, paired
 from beside.models import Share, Size
 from beside.sides import ROWS, Row, Step
 from shardwise.plan.layout import parse
 from shardwise.train.distributed import open_world
 
-T_975 = {2: 4.303, 4: 2.776, 9: 2.262, 14: 2.145, 16: 2.120, 18: 2.101, 20: 2.086, 24: 2.064, 30: 2.042}
 WARM = 3
 AGREE = 1e-4
 KEPT: list[object] = []
 
 
-class Cost(NamedTuple):
-    """Of a row: CPU seconds a step, medians, all ranks together; the mean ratio and its 95 % interval."""
-
-    ours_s: float
-    theirs_s: float
-    ratio: float
-    low: float
-    high: float
-
-
 def compare(rank: int, world_size: int, init_method: str, row: int, size: Size, pairs: int) -> Cost:
-    """One rank of a row."""
+    """One rank of a row: CPU seconds of all ranks together."""
     share = _join(rank, world_size, init_method, ROWS[row], size)
     steps = ROWS[row].ours(share), ROWS[row].theirs(share)
     for _ in range(WARM):
         _require_equal(_sum(steps[0]()), _sum(steps[1]()), ROWS[row])
     gc.collect()
     gc.freeze()  # else a collection walks all of torch's objects, at the cost of whichever side it falls into
-    samples = [_pair(steps, first=i % 2) for i in range(pairs)]
+    cost = paired(partial(_cpu_s, steps[0]), partial(_cpu_s, steps[1]), pairs)
     _leave(steps)
-    ratios = [a / b for a, b in samples]
-    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(pairs)
-    half = T_975[max(k for k in T_975 if k <= pairs - 1)] * error
-    ours_s, theirs_s = (statistics.median(side) for side in zip(*samples, strict=True))
-    return Cost(ours_s, theirs_s, mean, mean - half, mean + half)
+    return cost
 
 
 def _join(rank: int, world_size: int, init_method: str, row: Row, size: Size) -> Share:
@@ -78,12 +64,6 @@ def _sum(x: torch.Tensor) -> float:
 def _require_equal(ours: float, theirs: float, row: Row) -> None:
     if not math.isclose(ours, theirs, rel_tol=AGREE):
         raise RuntimeError(f"{row.peer}: our loss is {ours}, the peer's {theirs}: this compares two different things")
-
-
-def _pair(steps: tuple[Step, Step], first: int) -> tuple[float, float]:
-    """(ours, theirs): CPU seconds of a step of each, one right after the other."""
-    spent = {side: _cpu_s(steps[side]) for side in (first, 1 - first)}
-    return spent[0], spent[1]
 
 
 def _cpu_s(step: Step) -> float:
