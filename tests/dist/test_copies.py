@@ -20,13 +20,13 @@ from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
 from shardwise.plan.runs import runs_here
 from shardwise.plan.shards import COPIES
-from shardwise.prove.dryrun import prove_rank
 from shardwise.train.comm import Comm
 from shardwise.train.distributed import close_world, open_world
 from shardwise.train.rank import Rank, build_rank, gradients
 from shardwise.train.threads import run_threads
 from tests.support.models import job, tiny
 from tests.support.parity import SETTINGS, assert_parity, batches, local_data, run_rank
+from tests.support.proof import assert_exact
 
 torch.set_num_threads(1)
 
@@ -77,11 +77,8 @@ def test_copies_and_padding_equal_one_process(text: str, name: str) -> None:
 def test_copies_and_padding_are_proved(text: str, name: str, precision: str) -> None:
     """On the first rank, a middle one, and the last, which holds padding; all but losses to come is exact."""
     work, layout = made(text, name, precision)
-    scalars = work.precision.accumulate_bytes * (work.micro_batches(layout) + 2)
     for rank in sorted({0, layout.world_size // 2, layout.world_size - 1}):
-        proof = prove_rank(work, layout, rank, tensors="real", full=True)
-        assert not proof.differences()
-        assert 0 <= proof.predicted_peak_bytes - proof.measured_peak_bytes <= scalars, f"rank {rank}: {proof.peak_at}"
+        assert_exact(work, layout, rank)
 
 
 @pytest.mark.parametrize(("kv_heads", "tp", "ranks"), [(2, 4, (2, 3)), (2, 8, (0, 1, 2, 3)), (1, 4, (0, 1, 2, 3))])

@@ -11,10 +11,10 @@ from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
 from shardwise.plan.rules import findings
 from shardwise.plan.runs import runs_here
-from shardwise.prove.dryrun import prove_rank
 from shardwise.train.threads import run_threads
 from tests.support.models import job, tiny
 from tests.support.parity import assert_parity, run_rank
+from tests.support.proof import assert_exact
 
 torch.set_num_threads(1)
 
@@ -58,11 +58,8 @@ def test_a_looped_block_equals_one_process(text: str, name: str) -> None:
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_a_looped_block_is_proved(text: str, name: str, precision: str) -> None:
     work, layout = made(text, name, precision)
-    scalars = work.precision.accumulate_bytes * (work.micro_batches(layout) + 2)
     for rank in sorted({0, layout.world_size - 1}):
-        proof = prove_rank(work, layout, rank, tensors="real", full=True)
-        assert not proof.differences()
-        assert 0 <= proof.predicted_peak_bytes - proof.measured_peak_bytes <= scalars, f"rank {rank}: {proof.peak_at}"
+        assert_exact(work, layout, rank)
 
 
 @pytest.mark.parametrize(

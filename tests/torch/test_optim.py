@@ -16,7 +16,7 @@ from shardwise.train.threads import run_threads
 from shardwise.train.unit import UnitState
 from shardwise.train.weights import shard_blocks
 from tests.support.models import job, tiny
-from tests.support.parity import Piece, Tensors, assemble, pieces, whole_weights
+from tests.support.parity import Piece, Tensors, assemble, pieces, torchs, whole_weights
 
 torch.set_num_threads(1)
 
@@ -56,19 +56,7 @@ def put(state: UnitState, gradients: Tensors, tp: int) -> None:
 def unfused(weights: Tensors, settings: OptimizerSettings, scale: float) -> tuple[list[torch.Tensor], Tensors]:
     """(norms, parameters at the end) of torch's clipping and plain AdamW."""
     own = {n: w.clone() for n, w in weights.items()}
-    groups = [
-        {"params": [w for w in own.values() if w.ndim == 1], "weight_decay": 0.0},
-        {"params": [w for w in own.values() if w.ndim > 1]},
-    ]
-    adamw = torch.optim.AdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=False,
-        foreach=False,
-    )
+    adamw = torchs("adamw", own.values(), settings)
     norms: list[torch.Tensor] = []
     for step in range(STEPS):
         for name, gradient in whole_gradients(weights, step, scale).items():
