@@ -332,12 +332,12 @@ def train_(
         from shardwise.view import training
 
         speaks = is_reporter() and not as_json
-        options = Options(data, tokenizer, save, save_every, keep, resume, metrics, profile, init_from)
+        options = Options(tokenizer, save, save_every, keep, resume, metrics, profile, init_from)
         try:
             kernel = kernel_of(chosen.job.optimizer, target_of(chosen.job.cluster).kind)
             opening = partial(terminal.line, training.opening(chosen, kernel, init_from)) if speaks else None
             with training.telling(as_json) as tell_step:
-                done = train(chosen, None, tell_step, opening, options)
+                done = train(chosen, tell_step, opening, options)
         except (DataError, WorldMismatchError) as error:
             raise InputError([f"{path}: {error}"]) from error
         except RankFailed as error:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ def test_a_run_that_has_nothing_to_do_or_would_hide_another_is_refused(
     saved: tuple[Path, Path, list[float]], tmp_path: Path
 ) -> None:
     plan, folder = load_plan(saved[0]), saved[1]
+    settings = plan.train or TrainSettings()
     for steps, options, message in [
         (6, Options(resume=folder), "6 steps are done; this run ends at 6"),
         (9, Options(save=folder), "holds step-000000006, this run starts at step 0"),
@@ -208,7 +210,7 @@ def test_a_run_that_has_nothing_to_do_or_would_hide_another_is_refused(
         (9, Options(resume=tmp_path), "no checkpoint in it"),
     ]:
         with pytest.raises(CheckpointError, match=message):
-            training_loop.train(plan, steps, options=options)
+            training_loop.train(replace(plan, train=replace(settings, steps=steps)), options=options)
     with pytest.raises(OptionError, match="--init-from: refused beside --resume"):
         Options(resume=folder, init_from=folder)
 

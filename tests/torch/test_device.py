@@ -284,7 +284,7 @@ def test_the_opening_line_names_the_kernel_of_the_device_that_is_used(
 ) -> None:
     from shardwise.train import optim
 
-    def train(plan: Plan, steps: Any, on_step: Any, on_start: Any, options: Any) -> list[Any]:
+    def train(plan: Plan, on_step: Any, on_start: Any, options: Any) -> list[Any]:
         on_start()
         return []
 

@@ -74,8 +74,8 @@ OnStep = Callable[[StepReport], None]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every rank is started with. `settings` are the plan's with the options' in their place; `weights` are the
-    first ones, where they are not drawn from the seed."""
+    """What every rank is started with. `settings` are the plan's, or the defaults; `weights` are the first ones, where
+    they are not drawn from the seed."""
 
     target: Target
     plan: Plan
@@ -111,7 +111,6 @@ class Run:
 
 def train(
     plan: Plan,
-    steps: int | None = None,
     on_step: OnStep | None = None,
     on_start: Callable[[], None] | None = None,
     options: Options | None = None,
@@ -124,7 +123,7 @@ def train(
     """
     place = launched()
     target = check_world(plan, place)
-    run = _prepare(target, plan, steps, options or Options())
+    run = _prepare(target, plan, options or Options())
     if on_start is not None:
         on_start()
     with _recorded(run, on_step) as told:
@@ -152,10 +151,9 @@ def _join(run: Run, place: tuple[int, int], told: OnStep) -> list[StepReport]:
 # ---------------------------------------------------------------------------------------------------------- beforehand
 
 
-def _prepare(target: Target, plan: Plan, steps: int | None, options: Options) -> Run:
+def _prepare(target: Target, plan: Plan, options: Options) -> Run:
     """Everything about data, weights and checkpoints that can be wrong is found before a rank starts."""
     settings = plan.train or TrainSettings()
-    settings = replace(settings, steps=steps or settings.steps, data=options.data or settings.data)
     job = plan.job
     corpus = read_corpus(
         settings.data, job.seq_len, settings.seed, job.global_batch, vocab=job.model.vocab, tokenizer=options.tokenizer

@@ -45,7 +45,7 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one run. `data` replaces the plan's; `tokenizer` is a tokenizers file, None for bytes.
+    """Of one run, beside the plan's settings. `tokenizer` is a tokenizers file, None for bytes.
 
     `save` is the folder of checkpoints, one every `save_every` steps and one at the end, of which the last `keep` stay;
     `resume` a checkpoint or a folder of them; `init_from` a safetensors file or a folder of them, the first weights.
@@ -53,7 +53,6 @@ class Options:
     memory by category over time.
     """
 
-    data: str | None = None
     tokenizer: Path | None = None
     save: Path | None = None
     save_every: int = SAVE_EVERY
