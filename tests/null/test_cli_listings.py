@@ -91,3 +91,11 @@ def test_a_schedule_as_torch_reads_it() -> None:
     text = run("schedules", "zb-v", "--pp", "4", "--micro-batches", "8", "--csv").stdout
     read = schedules.load(text, 4)
     assert read.rows == schedules.build("zb-v", 4, 8).rows
+
+
+def test_a_whiteboard_model_says_only_what_it_has() -> None:
+    done = CliRunner().invoke(app, ["models", "mlp:D=64,F=128,L=2"])
+    assert done.exit_code == 0
+    assert "hidden 64; feed-forward 128" in done.stdout
+    assert "heads" not in done.stdout.split("\n\n")[0]
+    assert "vocabulary" not in done.stdout.split("\n\n")[0]

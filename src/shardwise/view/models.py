@@ -101,9 +101,11 @@ def _sizes(m: Model) -> str:
         f"{m.layers} layers{loops}",
         f"hidden {format_count(m.hidden)}",
         f"feed-forward {format_count(m.ffn)}",
-        f"{m.heads} heads over {m.kv_heads} kv heads",
-        f"vocabulary {format_count(m.vocab)}",
     ]
+    if any(op.kind == "attention" for block in m.blocks for op in block.ops):
+        said.append(f"{m.heads} heads over {m.kv_heads} kv heads")
+    if m.vocab:
+        said.append(f"vocabulary {format_count(m.vocab)}")
     if m.experts:
         said.append(f"{m.experts} experts of {format_count(m.sizes['x'])} rows, {m.top_k} a token")
     return "; ".join(said)
