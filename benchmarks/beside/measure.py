@@ -11,11 +11,13 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from beside.interval import Cost, paired
@@ -26,6 +28,7 @@ from shardwise.train.distributed import open_world
 
 WARM = 3
 AGREE = 1e-4
+PAUSE_S = 1e-3
 KEPT: list[object] = []
 
 
@@ -78,6 +81,7 @@ def _cpu_s(step: Step) -> float:
 def peak(rank: int, world_size: int, init_method: str, row: int, size: Size, side: int) -> int:
     """Most bytes that one rank of one side holds in a step, its model's included."""
     share = _join(rank, world_size, init_method, ROWS[row], size)
+    _wait_for_holders()
     make = (ROWS[row].ours, ROWS[row].theirs)[side]
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -88,6 +92,23 @@ def peak(rank: int, world_size: int, init_method: str, row: int, size: Size, sid
             gc.collect()
     _leave(step)
     return _peak_of(profiler)
+
+
+def _wait_for_holders() -> None:
+    """Have every wait for a collective, of either side, end a moment late. A thread of gloo lets go of a tensor a
+    moment after the wait has ended; memory that is released there is released unseen, and would count for ever."""
+    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
+
+    def patient(function: Callable[..., Any]) -> Callable[..., Any]:
+        def waited(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            time.sleep(PAUSE_S)
+            return result
+
+        return waited
+
+    dist.Work.wait = patient(wait)
+    functional.wait_tensor = patient(wait_tensor)
 
 
 def _peak_of(profiler: Any) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from shardwise.mesh import Axes
+from shardwise.plan import buckets
+from shardwise.plan.buckets import Bucket, GradientMove
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
+from shardwise.plan.rows import lowered_row
 from shardwise.plan.rules import findings
-from shardwise.plan.shards import COPIES, gradient_moves
-from shardwise.train import unit
+from shardwise.plan.shards import COPIES, rank_units
 from shardwise.train.threads import run_threads
 from tests.support.front import NAMES, ODD, TWICE, Case, cases, odd
 from tests.support.models import job, tiny
@@ -75,11 +79,48 @@ def test_more_than_two_stages_a_rank_equal_one_process(text: str) -> None:
     check(layout, work, masked=True)
 
 
+@pytest.fixture(params=[1, 5_000], ids=["a unit each", "a few units each"])
+def filled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Buckets that a tiny model fills: of one unit each, or of a few."""
+    monkeypatch.setattr(buckets, "BUCKET_NUMEL", request.param)
+    lowered_row.cache_clear()
+    yield request.param
+    lowered_row.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2 mb=2",
+        "tp=2 dp=2 mb=1",
+        "tp=2 dp=2 sp=0 mb=1 recompute=full",
+        "pp=2 dp=2 mb=1",
+        "pp=2 dp=2 schedule=zb-v mb=1",
+        "pp=2 dp=2 schedule=dualpipe mb=1",
+        "pp=2 tp=2 dp=2 schedule=interleaved:2 mb=1",
+    ],
+)
+def test_gradients_in_several_buckets_equal_one_process(text: str, filled: int) -> None:
+    layout = parse(text)
+    work = job(tiny(6, tied=True, kv_heads=1), f"{layout.world_size}xcpu")
+    found = [
+        b for r in range(layout.pp) for b in buckets.buckets_of(rank_units(work.model, layout, r), layout).values()
+    ]
+    assert len(found) > layout.pp
+    assert (max(len(b.storages) for b in found) > 1) is (filled > 1)
+    check(layout, work, masked=True)
+
+
 @pytest.mark.parametrize("axes", [("tp",), COPIES])
 def test_the_harness_sees_a_wrong_gradient(axes: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping one reduction (norm gradients under sequence parallelism, those of kv heads that two ranks hold) must
     fail, or the harness proves nothing."""
-    monkeypatch.setattr(unit, "gradient_moves", lambda *of: [m for m in gradient_moves(*of) if m.axes != axes])
+    moves = Bucket.moves
+
+    def some(bucket: Bucket, zero: int, final: bool) -> list[GradientMove]:
+        return [m for m in moves(bucket, zero, final) if m.axes != axes]
+
+    monkeypatch.setattr(Bucket, "moves", some)
     layout = parse("tp=2 mb=2")
     with pytest.raises(AssertionError, match=r"norm|differ"):
         check(layout, job(tiny(3, kv_heads=1), "2xcpu"), masked=False)

@@ -19,10 +19,10 @@ from shardwise.plan.layout import parse
 from shardwise.prove.compare import Proof
 from shardwise.prove.dryrun import prove_rank
 from shardwise.prove.record import Recorder
+from shardwise.train.bucket import GradientBucket
 from shardwise.train.distributed import close_world, open_world
 from shardwise.train.ops import _Norm
 from shardwise.train.reduction import Start
-from shardwise.train.unit import UnitState
 from tests.support.models import job, tiny
 
 torch.set_num_threads(1)
@@ -55,13 +55,13 @@ def test_a_ledger_that_lies_ends_with_4_and_names_the_module(monkeypatch: pytest
 
 
 def test_code_that_issues_more_than_planned_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = UnitState.reduce
+    reduce = GradientBucket.reduce
 
-    def twice(self: UnitState, final: bool) -> list[Start]:
-        self.world.all_reduce(self.gradient_shard, ("dp_shard",), self.storage.unit, Phase.REDUCE)
+    def twice(self: GradientBucket, final: bool) -> list[Start]:
+        self.world.all_reduce(self.part, ("dp_shard",), self.bucket.name, Phase.REDUCE)
         return reduce(self, final)
 
-    monkeypatch.setattr(UnitState, "reduce", twice)
+    monkeypatch.setattr(GradientBucket, "reduce", twice)
     proof = prove_tiny()
     assert not proof.ok
     assert not proof.missing

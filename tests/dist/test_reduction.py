@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from shardwise.collective import Labels, Phase
+from shardwise.plan import buckets
 from shardwise.plan.layout import parse
+from shardwise.plan.rows import lowered_row
 from shardwise.train.comm import Comm, Group, Work
 from shardwise.train.rank import build_rank, gradients
 from shardwise.train.reduction import Reductions, Start
@@ -81,7 +83,12 @@ class Watched:
 
 
 @pytest.mark.parametrize("text", ["dp=2 mb=2", "dp=2 zero=1 mb=2", "pp=2 dp=2 schedule=zb-h1 mb=1"])
-def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(text: str) -> None:
+def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers that fill their buckets."""
+    monkeypatch.setattr(buckets, "BUCKET_NUMEL", 1)
+    lowered_row.cache_clear()
     layout = parse(text)
     work = job(tiny(4), f"{layout.world_size}xcpu", batch=8)
 
@@ -101,7 +108,9 @@ def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(text: str) 
         gradients(built, ids if built.needs_ids else None, targets if built.needs_targets else None)
         return log
 
-    for log in run_threads(layout.world_size, rank):
+    logs = run_threads(layout.world_size, rank)
+    lowered_row.cache_clear()
+    for log in logs:
         sums = [entry for entry in log if not entry.startswith(("backward", "wait"))]
         last = [len(log) - 1 - log[::-1].index(f"backward of {unit}") for unit in sums]
         starts = [log.index(unit) for unit in sums]

@@ -12,22 +12,20 @@ from shardwise.account.traffic import issued, unit_traffic
 from shardwise.collective import Collective, Key, Kind, Ledger, Phase, axis_label
 from shardwise.mesh import DATA, EXPERT_SHARDED, REPORT, SHARDED, Axes, Mesh, with_cp
 from shardwise.model.spec import Unit
+from shardwise.plan.buckets import Bucket, buckets_of
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.shards import (
     COPIES,
     TWINS,
-    GradientMove,
     RankUnits,
     Storage,
     degrees,
-    gradient_moves,
     kv_copies,
     placement,
     rank_units,
     tied_ranks,
-    twin_move,
 )
 from shardwise.schedule.lowering import Do, Instruction
 from shardwise.schedule.table import P2P
@@ -78,15 +76,17 @@ def predict_ledger(job: Job, layout: Layout, rank: int, micro_batches: int | Non
     p = _Predictor(job, layout, rank)
     pp_rank = p.coordinates["pp"]
     held = rank_units(job.model, layout, pp_rank)
-    units = {u.name: u for u in held.units}
+    units, buckets = {u.name: u for u in held.units}, buckets_of(held, layout)
     row = lowered_row(job.model, layout, micro_batches or job.micro_batches(layout), pp_rank)
     repeated: Counter[tuple[str, Act]] = Counter()
     for step in row:
         if isinstance(step, Instruction):
             if isinstance(step.do, Act):
                 repeated[step.unit, step.do] += 1
+            elif step.do in (Do.REDUCE, Do.TWIN):
+                _add_sums(p, step, buckets[step.unit])
             else:
-                _add_storage(p, step.do, held.storages[step.unit], step.final)
+                _add_storage(p, step.do, held.storages[step.unit])
         else:
             for op in step:
                 _add_p2p(p, op)
@@ -120,29 +120,25 @@ def _add_ring(p: _Predictor, module: str, phase: Phase, kind: Kind, payload: int
         p.ledger[Collective(Key(module, phase, "cp"), kind, ranks, payload, dtype)] += count
 
 
-def _add_storage(p: _Predictor, do: Do, storage: Storage, final: bool) -> None:
-    """Parameters gathered, gradients reduced: over the shards' axes first, then the shard over every other axis, and in
-    the end over the ranks with a copy."""
+def _add_storage(p: _Predictor, do: Do, storage: Storage) -> None:
+    """Parameters gathered; in the end gradients reduced over the ranks with a copy."""
     precision, layout = p.job.precision, p.layout
-    compute, wide = precision.compute_bytes, p.job.gradient_bytes
     if do is Do.UNSHARD:
-        payload = storage.padded_numel * compute
+        payload = storage.padded_numel * precision.compute_bytes
         p.add(storage.unit, Phase.UNSHARD, Kind.ALL_GATHER, storage.shard_axes, payload, precision.compute)
-    elif do is Do.REDUCE:
-        _add_moves(p, storage, gradient_moves(storage, layout.zero, final))
-    elif do is Do.TWIN:
-        _add_moves(p, storage, [twin_move(storage)])
     elif do is Do.TIE and storage.tied is not None:
         ranks = tuple(map(p.peer, tied_ranks(p.job.model, layout)))
         key = Key(storage.unit, Phase.TIE, "tied")
-        payload = storage.tied.shard_numel * wide
+        payload = storage.tied.shard_numel * p.job.gradient_bytes
         p.ledger[Collective(key, Kind.ALL_REDUCE, ranks, payload, p.job.gradient_dtype)] += 1
 
 
-def _add_moves(p: _Predictor, storage: Storage, moves: list[GradientMove]) -> None:
+def _add_sums(p: _Predictor, step: Instruction, bucket: Bucket) -> None:
+    """Gradients reduced: over the shards' axes first, then the shard over every other axis."""
+    moves = [bucket.twin_move()] if step.do is Do.TWIN else bucket.moves(p.layout.zero, step.final)
     for move in moves:
         payload = move.elements * p.job.gradient_bytes
-        p.add(storage.unit, Phase.REDUCE, move.kind, move.axes, payload, p.job.gradient_dtype)
+        p.add(move.module, Phase.REDUCE, move.kind, move.axes, payload, p.job.gradient_dtype)
 
 
 def _add_p2p(p: _Predictor, op: P2P) -> None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from shardwise import schedule as schedules
 from shardwise.model.spec import Model
+from shardwise.plan.buckets import bucket_names, buckets_of
 from shardwise.plan.layout import Layout
 from shardwise.plan.shards import RankUnits, rank_units
 from shardwise.schedule.lowering import Holdings, Lowered, lower
@@ -14,13 +15,15 @@ from shardwise.schedule.lowering import Holdings, Lowered, lower
 def holdings(units: RankUnits, layout: Layout) -> Holdings:
     """What the lowering pass must know of a rank."""
     ordered = [u.name for s in sorted(units.stages, key=lambda s: s.index) for u in s.units]
+    bucket = bucket_names(buckets_of(units, layout))
     return Holdings(
         units={s.index: [u.name for u in s.units] for s in units.stages},
         uses=units.uses,
         resharded=layout.zero == 3,
         scattered=layout.zero >= 2,
         forward_only=[u.name for u in units.units if not u.block.backward_reads],
-        twins=[s for s in dict.fromkeys(s for u in ordered for s in units.uses[u]) if units.storages[s].twins],
+        buckets=bucket,
+        twins=list(dict.fromkeys(bucket[s] for u in ordered for s in units.uses[u] if units.storages[s].twins)),
         tied=[name for name, storage in units.storages.items() if storage.tied is not None],
     )
 

@@ -1,23 +1,18 @@
 """Who holds what: the units of every stage, the flat storages of a unit, the placement record of every parameter.
 
 Integers only. The runtime allocates by these records, the account adds them up, the ledger takes its payloads from
-them: gradient reduction, clip norm and the optimizer read nothing else. Sizes may be columns: the account asks for
-many layouts at once.
+them: gradient reduction (`buckets.py`), clip norm and the optimizer read nothing else. Sizes may be columns: the
+account asks for many layouts at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from shardwise import schedule as schedules
-from shardwise.collective import Kind
 from shardwise.mesh import Axes, with_cp
 from shardwise.model.spec import EMBEDDING, HEAD, KV_DIMS, Block, Count, Cut, Model, Parameter, Unit
 from shardwise.plan.layout import Layout, split_of
@@ -221,47 +216,6 @@ def _axes(layout: Layout, expert: bool) -> tuple[Axes, Axes]:
 def degrees(layout: Layout) -> Cut:
     """How a layout cuts parameters; it says nothing of tokens and bytes."""
     return Cut(0, layout.tp, layout.sp, 0, 0, cp=layout.cp, ep=layout.ep, etp=layout.etp)
-
-
-class GradientMove(NamedTuple):
-    """One collective on a unit's gradient: what moves along which axes, and how many elements it takes, from where on
-    in the rank's part."""
-
-    kind: Kind
-    axes: Axes
-    elements: Count
-    start: Count = 0
-
-
-def gradient_moves(storage: Storage, zero: int, final: bool) -> list[GradientMove]:
-    """How a unit's gradient is summed, in order: table 2's P -> S(0) over the shards' axes (with ZeRO), and once a
-    step (`final`) P -> I of the shard over its copies, then of what is partial over tp, and of the kv heads that
-    neighbouring ranks hold.
-    """
-    moves = [GradientMove(Kind.REDUCE_SCATTER, storage.shard_axes, storage.padded_numel)] if zero else []
-    if final:
-        moves.append(GradientMove(Kind.ALL_REDUCE, storage.copy_axes, storage.shard_numel))
-        moves += tensor_moves(storage)
-    return moves
-
-
-def twin_move(storage: Storage) -> GradientMove:
-    """Once a step, after all of these: P -> I over the two copies of the stage."""
-    return GradientMove(Kind.ALL_REDUCE, TWINS, storage.shard_numel)
-
-
-def tensor_moves(storage: Storage) -> list[GradientMove]:
-    """Those of them between tensor-parallel ranks; columns of sizes have columns of elements, 0 where nothing moves."""
-    over_tp = [GradientMove(Kind.ALL_REDUCE, ("tp",), *run) for run in _runs(storage, lambda r: r.partial)]
-    return over_tp + [GradientMove(Kind.ALL_REDUCE, COPIES, *run) for run in _runs(storage, lambda r: r.neighbours > 1)]
-
-
-def _runs(storage: Storage, taken: Callable[[Record], Count]) -> Iterator[tuple[Count, Count]]:
-    """(elements, start) of the records that are taken; those that lie together are one run."""
-    for is_taken, those in groupby(storage.records, key=lambda r: bool(np.any(taken(r)))):
-        if is_taken:
-            run = list(those)
-            yield sum(r.shard_numel * taken(r) for r in run), run[0].offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 The unit list is a value that the caller passes in. ZeRO-3 gathers one unit ahead of the unit that runs, across the
 borders of actions too, and drops a unit's parameters after each use, unless the next instruction uses them again.
-A gradient is reduced when it is there: those that stay whole once, behind their unit's last backward, those that are
-cut behind each. The two ranks that hold one stage may end its gradients at different places of their rows, so the sums
-between them come last, in the order of the stages on both.
+A gradient is reduced when it is there: those that stay whole once, behind the last backward of their bucket's units,
+those that are cut behind each. The two ranks that hold one stage may end its gradients at different places of their
+rows, so the sums between them come last, in the order of the stages on both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Do(StrEnum):
 
 
 class Instruction(NamedTuple):
-    """`unit` names the unit of a compute instruction, or the storage of another one."""
+    """`unit` names the unit of a compute instruction, the bucket of `REDUCE` and `TWIN`, the storage of another one."""
 
     do: Op | Do
     unit: str
@@ -57,18 +57,23 @@ class Holdings:
     """What the pass must know of a rank: units of each of its stages, storages that each unit uses, the ZeRO kind.
 
     `resharded`: parameters are gathered before use (ZeRO-3). `scattered`: gradients are reduced each micro-batch
-    (ZeRO-2 and 3); otherwise a storage is reduced once, after its last gradient. `forward_only`: units whose backward
-    reads no parameters. `twins`: storages of stages that another rank holds too, in the order of the stages; `tied`:
-    storages with copies of one of their weights elsewhere.
+    (ZeRO-2 and 3); otherwise a bucket is reduced once, after its last gradient. `buckets`: the bucket of each storage
+    that shares one. `forward_only`: units whose backward reads no parameters. `twins`: buckets of stages that another
+    rank holds too, in the order of the stages; `tied`: storages with copies of one of their weights elsewhere.
     """
 
     units: Mapping[int, Sequence[str]]
     uses: Mapping[str, Sequence[str]]
     resharded: bool
     scattered: bool
+    buckets: Mapping[str, str] = field(default_factory=dict[str, str])
     forward_only: Collection[str] = ()
     twins: Sequence[str] = ()
     tied: Sequence[str] = ()
+
+    def reduced(self, unit: str) -> list[str]:
+        """The buckets that a unit's gradients lie in."""
+        return list(dict.fromkeys(self.buckets.get(s, s) for s in self.uses[unit]))
 
 
 def lower(row: Row, holdings: Holdings) -> Lowered:
@@ -100,7 +105,7 @@ class _Placing:
         self.started: set[str] = set()
         self.index = 0
         gradients = [(i, x) for i, x in enumerate(work) if x.do in (Op.W, Op.BW)]
-        self.last_gradient = {s: i for i, x in gradients for s in holdings.uses[x.unit]}
+        self.last_gradient = {bucket: i for i, x in gradients for bucket in holdings.reduced(x.unit)}
 
     def compute(self, step: Instruction) -> None:
         """One instruction: its parameters ready, the next ones under way, its gradients reduced."""
@@ -127,11 +132,10 @@ class _Placing:
         """(buffers to open before the instruction, reductions that it makes due)."""
         if step.do not in (Op.W, Op.BW):
             return [], []
-        scattered, used = self.holdings.scattered, self.holdings.uses[step.unit]
-        final = {s: self.last_gradient[s] == self.index for s in used}
-        opened = [Instruction(Do.OPEN, s) for s in used] if scattered else []
-        due = [s for s in used if scattered or final[s]]
-        return opened, [Instruction(Do.REDUCE, s, final=final[s]) for s in due]
+        scattered = self.holdings.scattered
+        final = {b: self.last_gradient[b] == self.index for b in self.holdings.reduced(step.unit)}
+        opened = [Instruction(Do.OPEN, s) for s in self.holdings.uses[step.unit]] if scattered else []
+        return opened, [Instruction(Do.REDUCE, b, final=final[b]) for b in final if scattered or final[b]]
 
 
 def _expand(action: Action, holdings: Holdings) -> list[Instruction]:

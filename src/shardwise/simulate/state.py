@@ -15,6 +15,7 @@ from shardwise.account.static import unit_of
 from shardwise.collective import Kind
 from shardwise.model.spec import Count
 from shardwise.plan.batch import LayoutBatch
+from shardwise.plan.buckets import tensor_moves, together
 from shardwise.plan.job import Job
 from shardwise.plan.shards import (
     COPIES,
@@ -26,7 +27,6 @@ from shardwise.plan.shards import (
     kv_copies,
     placement,
     storages,
-    tensor_moves,
 )
 from shardwise.simulate.network import Links, collective_s, links
 
@@ -110,7 +110,10 @@ def _state_seconds(job: Job, batch: LayoutBatch) -> StateSeconds:
     for kind in job.model.kinds:
         found = storages(job.model, unit_of(job.model, kind), job.cuts(batch), State(batch.shards, batch.edp), shared)
         of_experts = [s.unit.endswith(f".{EXPERTS}") for s in found]
-        each = [_storage_s(job, batch, s, expert if e else dense) for s, e in zip(found, of_experts, strict=True)]
+        alike = max(1, job.model.count(kind) // pp)
+        each = [
+            _storage_s(job, batch, s, expert if e else dense, alike) for s, e in zip(found, of_experts, strict=True)
+        ]
         units[kind] = sum(each[1:], each[0]) if each else UnitState(0.0, 0.0, 0.0, 0.0, 0.0)
         if job.model.block(kind).tied and found and found[0].tied:
             tied = found[0].tied.shard_numel
@@ -142,14 +145,16 @@ def _groups(job: Job, batch: LayoutBatch, twins: bool) -> tuple[_Groups, _Groups
     return dense, experts
 
 
-def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups) -> UnitState:
+def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups, alike: int) -> UnitState:
+    """`alike`: units of its kind on a rank; buckets are taken to be filled with these."""
     precision, cluster, zero = job.precision, job.cluster, batch.zero
     narrow, wide, summed = precision.compute_bytes, precision.accumulate_bytes, job.gradient_bytes
     rate = cluster.device.memory_bytes_per_s * cluster.device.efficiency.memory
     gathered = collective_s(Kind.ALL_GATHER, s.padded_numel * narrow, groups.shards)
     gathered = gathered + s.numel * 2 * narrow / rate  # copied out of the gather, into tensors of their own
     scattered = collective_s(Kind.REDUCE_SCATTER, s.padded_numel * summed, groups.shards)
-    final = collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.copies)
+    many = np.where(zero == 0, together(s.shard_numel, alike), 1)
+    final = collective_s(Kind.ALL_REDUCE, many * s.shard_numel * summed, groups.copies) / many
     if groups.twins is not None:
         final = final + collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.twins)
     for move in tensor_moves(s):

@@ -172,8 +172,11 @@ class _Sgd:
 
 def clip_norm(states: Iterable[UnitState], world: World) -> torch.Tensor:
     """Norm of the whole gradient, a scalar: each logical element once, one all-reduce, equal on every rank."""
-    parts = [state.square_norm() for state in states]
-    total = torch.stack(parts).sum()
+    every = list(states)
+    parts = [part for state in every for part in state.counted()]
+    total = torch.zeros((), dtype=every[0].wide, device=every[0].master.device)
+    if parts:
+        total += torch.nn.utils.get_total_norm(parts).square()
     world.all_reduce(total, SHARDED, "clip", Phase.NORM)
     return total.sqrt()
 

@@ -17,6 +17,7 @@ from shardwise.collective import Phase
 from shardwise.plan.shards import RankUnits
 from shardwise.schedule.lowering import Do, Instruction, Lowered
 from shardwise.schedule.table import P2P, Batch, Op
+from shardwise.train.bucket import GradientBucket
 from shardwise.train.comm import Message, Work
 from shardwise.train.nn import UnitModule
 from shardwise.train.reduction import Reductions
@@ -71,11 +72,13 @@ class Executor:
         units: RankUnits,
         modules: dict[str, UnitModule],
         states: dict[str, UnitState],
+        buckets: dict[str, GradientBucket],
         queue: WeightQueue,
         shape: tuple[int, int],
         recompute: bool,
     ) -> None:
-        self.world, self.units, self.modules, self.states = world, units, modules, states
+        self.world, self.units, self.modules = world, units, modules
+        self.states, self.buckets = states, buckets
         self.queue, self.shape = queue, shape
         self.again = {u.name for u in units.units if recompute and u.block.recomputable}
         self.kinds = {u.name: u.block.kind for u in units.units}
@@ -111,6 +114,11 @@ class Executor:
                     self._backward(x, step)
                 case Op.W:
                     drain(step.queues.pop((x.unit, x.micro_batch)))
+                case Do.REDUCE:
+                    step.sums.add(self.buckets[x.unit].reduce(x.final))
+                case Do.TWIN:
+                    step.sums.finish()
+                    self.buckets[x.unit].twin()
                 case _:
                     self._on_state(x, self.states[x.unit], step)
 
@@ -124,11 +132,6 @@ class Executor:
                 state.reshard()
             case Do.OPEN:
                 state.open_gradient()
-            case Do.REDUCE:
-                step.sums.add(state.reduce(x.final))
-            case Do.TWIN:
-                step.sums.finish()
-                state.twin()
             case _:
                 step.sums.finish()
                 state.tie()

@@ -9,12 +9,14 @@ import torch
 
 from shardwise.collective import Labels, Phase
 from shardwise.model.spec import Model, Unit
+from shardwise.plan.buckets import buckets_of
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, LayoutError
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.runs import runs_here
 from shardwise.plan.settings import TrainSettings
 from shardwise.plan.shards import RankUnits, Record, degrees, kv_copies, logical_name, rank_units, stages_of, tied_ranks
+from shardwise.train.bucket import GradientBucket
 from shardwise.train.comm import Comm
 from shardwise.train.initial import initial_values
 from shardwise.train.nn import Context, UnitModule, rope_tables
@@ -88,7 +90,7 @@ def build_rank(
     held = rank_units(model, layout, pp_rank)
     twins, copies = _twins(model, layout, held), int(kv_copies(model, degrees(layout)))
     world = World(layout.mesh, comm, labels, tied_ranks(model, layout), twins, copies)
-    states = {name: UnitState(s, layout.zero, job, world, device) for name, s in held.storages.items()}
+    states, buckets = _allocate(job, layout, held, world, device)
     queue = WeightQueue()
     cos, sin = rope_tables(model, job.seq_len, compute)
     context = Context(model, world, queue, layout.sp, wide, (cos.to(device), sin.to(device)), layout.recompute)
@@ -97,7 +99,7 @@ def build_rank(
         modules[unit.name] = UnitModule(unit, _slots_of(model, unit, held, states), context)
     cut = job.cut(layout)
     shape = (cut.tokens // (layout.tp if layout.sp else 1), model.hidden)
-    executor = Executor(world, held, modules, states, queue, shape, layout.recompute == "full")
+    executor = Executor(world, held, modules, states, buckets, queue, shape, layout.recompute == "full")
     optimizer = Optimizer(states.values(), job.optimizer, settings or OptimizerSettings.of(TrainSettings()))
     rank = Rank(job, layout, world, states, executor, optimizer, wide, device)
     if seed is not None:
@@ -109,6 +111,28 @@ def _twins(model: Model, layout: Layout, held: RankUnits) -> tuple[int, ...]:
     """Pipeline ranks that hold a rank's stages, itself among them, where each stage is held twice."""
     mine = {s.index for s in held.stages}
     return tuple(sorted({s.rank for s in stages_of(model, layout) if s.index in mine}))
+
+
+def _allocate(
+    job: Job, layout: Layout, held: RankUnits, world: World, device: torch.device
+) -> tuple[dict[str, UnitState], dict[str, GradientBucket]]:
+    """The state of every storage, in the order of the model, and the buckets of their gradients."""
+    wide = torch_dtype(job.precision.accumulate)
+    places: dict[str, torch.Tensor] = {}
+    flats: dict[str, torch.Tensor] = {}
+    found = buckets_of(held, layout)
+    for name, bucket in found.items():
+        if len(bucket.storages) > 1:
+            flats[name] = torch.zeros(int(bucket.shard_numel), dtype=wide, device=device)
+            parts = flats[name].split([int(s.shard_numel) for s in bucket.storages])
+            places |= {s.unit: part for s, part in zip(bucket.storages, parts, strict=True)}
+    states = {
+        name: UnitState(s, layout.zero, job, world, device, places.get(name)) for name, s in held.storages.items()
+    }
+    return states, {
+        name: GradientBucket(bucket, states[bucket.storages[0].unit], flats.get(name), world)
+        for name, bucket in found.items()
+    }
 
 
 def _slots_of(model: Model, unit: Unit, held: RankUnits, states: dict[str, UnitState]) -> dict[str, Slot]:

@@ -9,15 +9,14 @@ zero   weights              gradient                      master, the optimizer'
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import groupby
 
 import torch
 
-from shardwise.collective import Kind, Phase
+from shardwise.collective import Phase
 from shardwise.plan.job import Job
-from shardwise.plan.shards import GradientMove, Record, Storage, gradient_moves, twin_move
+from shardwise.plan.shards import Record, Storage
 from shardwise.train.comm import Work
-from shardwise.train.reduction import Start
 from shardwise.train.weights import Slot, shard_blocks
 from shardwise.train.world import TIED_AXES, World
 
@@ -37,9 +36,18 @@ def _padded(value: torch.Tensor, record: Record) -> torch.Tensor:
 
 
 class UnitState:
-    """Buffers of one storage. `compute` is the dtype of the products, `wide` of sums and of the optimizer."""
+    """Buffers of one storage. `compute` is the dtype of the products, `wide` of sums and of the optimizer. `gradient`:
+    the storage's place in the gradients of a bucket, where it shares one."""
 
-    def __init__(self, storage: Storage, zero: int, job: Job, world: World, device: torch.device) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        zero: int,
+        job: Job,
+        world: World,
+        device: torch.device,
+        gradient: torch.Tensor | None = None,
+    ) -> None:
         self.storage, self.zero, self.world = storage, zero, world
         self.compute, self.wide = torch_dtype(job.precision.compute), torch_dtype(job.precision.accumulate)
         self.index = world.index("dp_shard") if storage.shards > 1 else 0
@@ -52,7 +60,7 @@ class UnitState:
         aliased = self.weights if zero == 0 and self.compute == self.wide else None
         self.master: torch.Tensor = zeros(shard, self.wide) if aliased is None else aliased
         self.moments = {name: zeros(shard, self.wide) for name in job.optimizer.states}
-        self.gradient: torch.Tensor | None = zeros(n * shard, self.wide) if zero < 2 else None
+        self.gradient = zeros(n * shard, self.wide) if gradient is None and zero < 2 else gradient
         self.gradient_shard: torch.Tensor = (
             zeros(shard, self.wide) if self.gradient is None else self._part(self.gradient)
         )
@@ -77,7 +85,7 @@ class UnitState:
 
     def _open(self, gradient: torch.Tensor | None) -> None:
         for slot in self.slots.values():
-            slot.gradient = None if gradient is None else self._slice(gradient, slot.record)
+            slot.open(None if gradient is None else self._slice(gradient, slot.record))
 
     def _slice(self, flat: torch.Tensor, record: Record) -> torch.Tensor:
         """A record's part of every shard: [shards, rows * columns]."""
@@ -137,22 +145,7 @@ class UnitState:
 
     # Every kind: gradients are summed.
 
-    def reduce(self, final: bool) -> list[Start]:
-        """What sums this rank's gradient, each to be started when the one before is over: over the shards' axis first,
-        and when `final`, its shard over every other axis of the mesh."""
-        moves = [m for m in gradient_moves(self.storage, self.zero, final) if self.world.group(*m.axes) is not None]
-        return [self._scatter if m.kind is Kind.REDUCE_SCATTER else partial(self._sum, m) for m in moves]
-
-    def twin(self) -> None:
-        """Sum the gradients of the two copies of our stage."""
-        if (work := self._sum(twin_move(self.storage))) is not None:
-            work.wait()
-
-    def _sum(self, move: GradientMove) -> Work | None:
-        part = self.gradient_shard[move.start : move.start + move.elements]
-        return self.world.start_all_reduce(part, move.axes, self.storage.unit, Phase.REDUCE)
-
-    def _scatter(self) -> Work | None:
+    def scatter(self) -> Work | None:
         """The whole gradient into this rank's shard: in place, or added to what earlier micro-batches left there; that
         is over at once, so that no whole gradient lives beside the next unit's."""
         group = self.world.group("dp_shard")
@@ -179,18 +172,20 @@ class UnitState:
     def zero_gradient(self) -> None:
         (self.gradient_shard if self.gradient is None else self.gradient).zero_()
 
-    def square_norm(self) -> torch.Tensor:
-        """Sum of squares of the gradient elements that this rank counts: each logical element once in SHARDED (of two
-        copies of a stage, the caller asks one)."""
-        world = self.world
-        total = torch.zeros((), dtype=self.wide, device=self.master.device)
-        for record in self.storage.records:
+    def counted(self) -> list[torch.Tensor]:
+        """Flat views of the gradient elements that this rank counts in a norm, records that lie together as one: each
+        logical element once in SHARDED (of two copies of a stage, the caller asks one)."""
+
+        def counts(record: Record) -> bool:
             twin = record.copies > 1 and self.storage.unit != "embedding"
-            if twin or not record.counted(world.index("tp")):
-                continue
-            part = self.gradient_shard[record.offset : record.offset + record.shard_numel]
-            total += torch.linalg.vector_norm(part).square()
-        return total
+            return not twin and record.counted(self.world.index("tp"))
+
+        found: list[torch.Tensor] = []
+        for counted, those in groupby(self.storage.records, key=counts):
+            if counted:
+                run = list(those)
+                found.append(self.gradient_shard[run[0].offset : run[-1].offset + run[-1].shard_numel])
+        return found
 
     def publish(self) -> None:
         """After the optimizer's step: the weights follow the master copy."""

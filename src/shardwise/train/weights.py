@@ -35,15 +35,23 @@ def shard_blocks(
 
 @dataclass(slots=True)
 class Slot:
-    """`gradient` [shards, rows * columns] is a view into the unit's flat gradient, None while there is none."""
+    """`gradient` [shards, rows * columns] is a view into the unit's flat gradient, None while there is none; `whole`
+    the same of the parameter's shape, where there is one shard."""
 
     record: Record
     parameter: torch.nn.Parameter
     gradient: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
 
     @property
     def weight(self) -> torch.Tensor:
         return self.parameter.detach()
+
+    def open(self, gradient: torch.Tensor | None) -> None:
+        """Sum into a view [shards, rows * columns] from now on."""
+        self.gradient = gradient
+        one = gradient is not None and gradient.shape[0] == 1
+        self.whole = gradient.view(self.record.shape) if gradient is not None and one else None
 
     def destination(self) -> torch.Tensor:
         if self.gradient is None:
@@ -52,6 +60,9 @@ class Slot:
 
     def add(self, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient [shape of the parameter], in the buffer's dtype."""
+        if self.whole is not None:
+            self.whole.add_(gradient)
+            return
         for mine, parts in shard_blocks(self.record, gradient, self.destination()):
             parts.add_(mine)
 
@@ -60,14 +71,16 @@ class Slot:
         buffer, rows = self.destination(), gradient.t()
         if buffer.dtype != x.dtype:
             self.add(torch.mm(rows, x))
-            return
-        for mine, parts in shard_blocks(self.record, rows, buffer):
-            if mine.dim() == 2:
-                parts.addmm_(mine, x)
-            elif len(mine) == 1:
-                parts[0].addmm_(mine[0], x)
-            else:
-                parts.baddbmm_(mine, x.expand(len(mine), *x.shape))
+        elif self.whole is not None:
+            self.whole.addmm_(rows, x)
+        else:
+            for mine, parts in shard_blocks(self.record, rows, buffer):
+                if mine.dim() == 2:
+                    parts.addmm_(mine, x)
+                elif len(mine) == 1:
+                    parts[0].addmm_(mine[0], x)
+                else:
+                    parts.baddbmm_(mine, x.expand(len(mine), *x.shape))
 
 
 Entry = Callable[[], None]

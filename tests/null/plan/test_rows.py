@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise import schedule as schedules
+from shardwise.plan.buckets import buckets_of
 from shardwise.plan.layout import parse
 from shardwise.plan.rows import lowered_row
 from shardwise.plan.shards import rank_units, stages_of
@@ -20,14 +21,14 @@ TWICE = [name for name in schedules.NAMES if schedules.copies(name.replace(":V",
 def test_ranks_with_the_same_stages_sum_their_gradients_last_and_in_one_order(
     name: str, zero: int, micro_batches: int
 ) -> None:
-    """Each storage once, wherever the two rows end its gradients; one that saw no micro-batch too."""
+    """Each bucket once, wherever the two rows end its gradients; one that saw no micro-batch too."""
     layout, model = parse(f"pp=4 dp=2 zero={zero} schedule={name} mb=1"), tiny(6, tied=True)
     sums: dict[tuple[int, ...], list[list[str]]] = {}
     for rank in range(layout.pp):
         row = lowered_row(model, layout, micro_batches, rank)
         twins = [x.unit for x in row if isinstance(x, Instruction) and x.do is Do.TWIN]
         assert [x.unit for x in row[-len(twins) :] if isinstance(x, Instruction)] == twins
-        assert sorted(twins) == sorted(rank_units(model, layout, rank).storages)
+        assert sorted(twins) == sorted(buckets_of(rank_units(model, layout, rank), layout))
         held = sorted(s.index for s in stages_of(model, layout) if s.rank == rank)
         sums.setdefault(tuple(held), []).append(twins)
     assert all(len(each) == 2 and each[0] == each[1] for each in sums.values())

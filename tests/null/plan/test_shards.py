@@ -9,8 +9,9 @@ import pytest
 
 from shardwise.model.hf import from_config, load_model
 from shardwise.model.spec import Model
+from shardwise.plan.buckets import tensor_moves
 from shardwise.plan.layout import Layout, parse
-from shardwise.plan.shards import COPIES, TIED, rank_units, stages_of, tensor_moves, tied_ranks
+from shardwise.plan.shards import COPIES, TIED, rank_units, stages_of, tied_ranks
 from tests.support.front import cases
 from tests.support.models import tiny
 
