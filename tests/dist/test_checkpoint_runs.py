@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from shardwise.plan.settings import TrainSettings
 from shardwise.train import loop as training_loop
 from shardwise.train.checkpoint import CheckpointError, find_checkpoint, open_folder
 from shardwise.train.options import OptionError, Options, checkpoints, newest
-from tests.dist.test_train import losses, plan_file, run, said, started, train
+from tests.dist.commands import forked, said, shardwise
+from tests.dist.test_train import losses, plan_file, train
 
 pytestmark = pytest.mark.dist
 
@@ -93,7 +93,7 @@ def test_automodel_5637_prime_rl_1035_a_killed_run_goes_on_with_the_same_samples
     """Killed while it writes the second checkpoint; resumed without data parallelism, from the first."""
     plan, _, whole = saved
     words = "--json", "--save", tmp_path / "run", "--save-every", 3, "--warmup", 2
-    done = run(sys.executable, "-c", BROKEN_SAVE, "kill", 6, "train", plan, "--steps", 6, *words)
+    done = shardwise("kill", 6, "train", plan, "--steps", 6, *words, code=BROKEN_SAVE)
     assert done.returncode == 1
     assert said(done)[0].startswith("rank 1")
     assert "killed by SIGKILL" in said(done)[0]
@@ -146,10 +146,8 @@ def test_a_save_that_fails_ends_all_and_is_never_taken(
 ) -> None:
     plan, _, _ = saved
     before = time.monotonic()
-    done = run(
-        *(sys.executable, "-c", BROKEN_SAVE, how, 2, "train", plan),
-        *("--steps", 200, "--save", tmp_path, "--save-every", 1),
-    )
+    words = how, 2, "train", plan, "--steps", 200, "--save", tmp_path, "--save-every", 1
+    done = shardwise(*words, code=BROKEN_SAVE)
     assert time.monotonic() - before < 30
     assert done.returncode == code, done.stderr
     assert cause.format(folder=tmp_path) in said(done)[0]
@@ -171,9 +169,8 @@ def test_damage_inside_a_file_is_found_by_the_ranks(saved: tuple[Path, Path, lis
 
 
 def test_ctrl_c_names_the_last_checkpoint(saved: tuple[Path, Path, list[float]], tmp_path: Path) -> None:
-    words = sys.executable, "-m", "shardwise", "train", saved[0], "--steps", 1000, "--save", tmp_path
-    with started(*words, "--save-every", 1) as process:
-        assert process.stdout is not None
+    words = "train", saved[0], "--steps", 1000, "--save", tmp_path
+    with forked(*words, "--save-every", 1) as process:
         for line in process.stdout:
             if line.startswith("step") and "saved" in line:
                 break

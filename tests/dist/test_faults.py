@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from shardwise.train.options import checkpoints
+from tests.dist.commands import said, shardwise
 from tests.dist.test_checkpoint_runs import small_plan
-from tests.dist.test_train import run, said, train
+from tests.dist.test_train import train
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +57,7 @@ def test_a_rank_that_ends_in_any_phase_ends_all_and_is_named(phase: str, how: st
         assert train(plan, *words[:1], 1, *words[2:]).returncode == 0
         words += ["--resume", tmp_path / "run"]
     before = time.monotonic()
-    done = run(sys.executable, "-c", BROKEN_PHASE, how, phase, "train", plan, *words)
+    done = shardwise(how, phase, "train", plan, *words, code=BROKEN_PHASE)
     assert time.monotonic() - before < 30
     assert done.returncode == 1
     where = "rank 1, step 1" if phase == "loading" else "rank 1"

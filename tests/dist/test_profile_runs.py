@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,8 @@ import pytest
 from shardwise.account.memory import memory_of
 from shardwise.plan.plan import load_plan
 from shardwise.plan.shards import rank_units
-from tests.dist.test_train import ENVIRONMENT, plan_file, said, train
+from tests.dist.commands import said, shardwise
+from tests.dist.test_train import plan_file, train
 
 pytestmark = pytest.mark.dist
 
@@ -67,22 +65,18 @@ def test_a_cut_state_peaks_where_the_account_says(layout: str, tmp_path: Path) -
     assert wanted <= names[0] if "zero=3" in layout else {"gather layers.1", "reduce layers.1"} <= names[0]
 
 
+LITTLE_ROOM = """
+import resource
+from shardwise.cli import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+main()
+"""
+
+
 def test_a_full_disk_ends_the_run_as_any_other_output_does(tmp_path: Path) -> None:
     plan, folder = plan_file(tmp_path, "dp=2 mb=4", cluster='"2xcpu"'), tmp_path / "profile"
-    command = [sys.executable, "-m", "shardwise", "train", plan, "--steps", "3", "--profile", folder]
-
-    def little_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-    done = subprocess.run(
-        command,
-        preexec_fn=little_room,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = shardwise("train", plan, "--steps", 3, "--profile", folder, code=LITTLE_ROOM)
     assert done.returncode == 74
     assert "disk full" in said(done)[0] or "File too large" in said(done)[0]
     assert said(done)[-1].startswith(f"no profile in {folder}")

@@ -43,14 +43,14 @@ def test_an_odd_number_of_micro_batches_on_two_copies_is_proved(text: str, micro
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpipe"}))
 def test_a_long_step_is_continued_by_its_period(name: str, pp: int) -> None:
-    """On every rank; what is executed and continued is what the whole step, executed, shows."""
+    """On every rank; what is executed and continued is what the whole step, executed, shows. (GPipe has no period.)"""
     layout = parse(f"pp={pp} schedule={name} mb=1")
     work = job(tiny(max(3, layout.stages - 1), tied=True), f"{pp}xcpu", batch=32)
     for rank in range(pp):
         short, whole = (prove_rank(work, layout, rank, full=full) for full in (False, True))
-        assert (short.executed < 32) == (name != "gpipe")
+        assert short.executed < 32
         assert not (*short.differences(), *whole.differences())
         # The prediction counts every loss; the peak comes before some of them, and a shorter step has fewer.
         peaks = [short.measured_peak_bytes, whole.measured_peak_bytes, whole.predicted_peak_bytes]

@@ -9,21 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests.dist.commands import ROOT, TORCHRUN, run, said, session_members, shardwise, started
 from tests.dist.test_distributed import is_alive
 
-ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.toml"
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT), *filter(None, sys.path))),
-    "OMP_NUM_THREADS": "1",
-}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 BROKEN_RANK = """
 import os, signal, sys, time
@@ -37,7 +30,7 @@ loop.TIMEOUT_S = 3.0 if how == "hang" else loop.TIMEOUT_S
 def train_step(rank, *arguments):
     global step
     step += 1
-    if step == 3 and rank.world.rank == 2:
+    if step == 3 and rank.world.rank == rank.layout.world_size // 2:
         if how == "raise":
             raise ValueError("boom")
         if how == "kill":
@@ -67,48 +60,8 @@ def plan_file(folder: Path, layout: str = "tp=2 pp=2 mb=4", **changes: str) -> P
     return path
 
 
-@contextmanager
-def started(*command: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process at the head of a session of its own; whatever is left of it at the end is killed."""
-    words = [str(word) for word in command]
-    with subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT | environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command's end; nothing that it started is left in its session."""
-    with started(*command, **environment) as process:
-        out, err = process.communicate(timeout=120)
-        assert not session_members(process.pid), "processes are left"
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def session_members(session: int) -> list[int]:
-    """Live processes of a session, by /proc; none where there is no /proc."""
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(entry.name))
-    return found
-
-
 def train(path: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "shardwise", "train", path, *words)
+    return shardwise("train", path, *words)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
@@ -116,11 +69,6 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1)), "each step is told once"
     return [s["loss"] for s in steps]
-
-
-def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Our own lines on stderr."""
-    return [line.removeprefix("shardwise: ") for line in done.stderr.splitlines() if line.startswith("shardwise: ")]
 
 
 # How it goes ----------------------------------------------------------------------------------------------------------
@@ -154,7 +102,8 @@ def test_it_starts_its_ranks_tells_every_step_and_learns() -> None:
 def test_every_layout_and_launcher_trains_the_same_steps(tmp_path: Path) -> None:
     """One start, one order of data, one loss: float32 sums alone differ."""
     wanted = losses(train(TINY, "--steps", 2, "--json"))
-    found = {"torchrun": losses(run(*TORCHRUN, 4, "-m", "shardwise", "train", TINY, "--steps", 2, "--json"))}
+    plan = plan_file(tmp_path, "dp=2 zero=3 mb=2", cluster='"2xcpu"')
+    found = {"torchrun": losses(run(*TORCHRUN, 2, "-m", "shardwise", "train", plan, "--steps", 2, "--json"))}
     found["dp=4"] = losses(train(plan_file(tmp_path, "dp=4 zero=1 mb=1"), "--steps", 2, "--json"))
     found["one rank"] = losses(train(plan_file(tmp_path, "mb=16", cluster='"1xcpu"'), "--steps", 2, "--json"))
     for name, values in found.items():
@@ -168,7 +117,7 @@ def test_every_layout_and_launcher_trains_the_same_steps(tmp_path: Path) -> None
 def test_another_world_than_the_plans_is_refused_by_rank_0_alone(rank: int, lines: int) -> None:
     """Nobody listens at the address: a process group would fail otherwise, or wait."""
     torchruns = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    done = run(sys.executable, "-m", "shardwise", "train", TINY, **torchruns)
+    done = shardwise("train", TINY, **torchruns)
     assert done.returncode == 2
     assert len(said(done)) == lines
     assert all("wants 4 ranks (tp 2 x pp 2 x dp 1), the launcher started 2" in line for line in said(done))
@@ -236,7 +185,7 @@ def test_a_directory_is_no_data(tmp_path: Path) -> None:
 )
 def test_a_rank_that_fails_ends_all_and_is_named(how: str, cause: str) -> None:
     before = time.monotonic()
-    done = run(sys.executable, "-c", BROKEN_RANK, how, "train", TINY, "--steps", 10)
+    done = shardwise(how, "train", TINY, "--steps", 10, code=BROKEN_RANK)
     assert time.monotonic() - before < 30
     assert done.returncode == 1
     assert re.fullmatch(cause, said(done)[0])
@@ -248,11 +197,12 @@ def test_a_rank_that_fails_ends_all_and_is_named(how: str, cause: str) -> None:
 def test_a_rank_that_fails_under_torchrun_speaks_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BROKEN_RANK)
+    plan = plan_file(tmp_path, "dp=2 mb=4", cluster='"2xcpu"')
     before = time.monotonic()
-    done = run(*TORCHRUN, 4, script, "raise", "train", TINY, "--steps", 10)
+    done = run(*TORCHRUN, 2, script, "raise", "train", plan, "--steps", 10)
     assert time.monotonic() - before < 45  # torchrun's own start included
     assert done.returncode != 0
-    assert said(done)[0] == "rank 2, step 3: ValueError: boom"
+    assert said(done)[0] == "rank 1, step 3: ValueError: boom"
     assert sum(line.startswith("rank ") for line in said(done)) == 1
 
 

@@ -15,7 +15,8 @@ import torch
 
 from shardwise.plan.plan import load_plan
 from shardwise.train.data import read_corpus
-from tests.dist.test_train import ENVIRONMENT, TINY, losses, plan_file, run, said, train
+from tests.dist.commands import ENVIRONMENT, said, shardwise
+from tests.dist.test_train import TINY, losses, plan_file, train
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +29,7 @@ LAYOUTS = {
 
 
 def export(*words: object) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "shardwise", "export", *words)
+    return shardwise("export", *words)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ main()
 @pytest.mark.parametrize(("how", "code"), [("full disk", 74), ("interrupt", 130)])
 def test_an_export_that_ends_early_leaves_nothing(how: str, code: int, trained: Path, tmp_path: Path) -> None:
     words = "export", trained / "run", "-o", tmp_path / "out" / "hf"
-    done = run(sys.executable, "-c", BROKEN_EXPORT, how, *words)
+    done = shardwise(how, *words, code=BROKEN_EXPORT)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert len(said(done)) == 1
