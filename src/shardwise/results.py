@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+PARAMETERS: Final = "parameters"
+GRADIENTS: Final = "gradients"
+OPTIMIZER: Final = "optimizer"
+TABLES: Final = "tokens and tables"
+GATHERED: Final = "gathered parameters"
+ACTIVATIONS: Final = "activations"
+BUFFERS: Final = "pipeline buffers"
+"""The parts of memory that are proved: of an account, and of a profile of what a run held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardwise.plan.batch import Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, split_of
 from shardwise.plan.shards import make_stages, placement
-from shardwise.results import MemoryBreakdown
+from shardwise.results import ACTIVATIONS, BUFFERS, GATHERED, GRADIENTS, MemoryBreakdown
 from shardwise.schedule import LiveState
 
 _Sum = tuple[Gathered | None, Opened | None]
@@ -224,14 +224,14 @@ def _breakdown(pipeline: Pipeline, rank: int, columns: Columns, actions: Actions
     parts = {name: _one(value) for name, value in columns.static(held).items()}
     if step > peak.total:
         action = "optimizer step"
-        parts["gathered parameters"] = step
+        parts[GATHERED] = step
     else:
         action = f"{peak.state.op} of stage {_stage(pipeline, rank, peak.state.chunk)}"
         zero = int(columns.zero.flat[0])
-        parts["activations"] = peak.waiting + _one(peak.moment.activations)
-        parts["gathered parameters"] = _one(columns.gathered(peak.moment.gathered)) if zero == 3 else 0
-        parts["gradients"] += _one(columns.opened(peak.moment.opened)) if zero >= 2 else 0
-        parts["pipeline buffers"] = peak.buffers
+        parts[ACTIVATIONS] = peak.waiting + _one(peak.moment.activations)
+        parts[GATHERED] = _one(columns.gathered(peak.moment.gathered)) if zero == 3 else 0
+        parts[GRADIENTS] += _one(columns.opened(peak.moment.opened)) if zero >= 2 else 0
+        parts[BUFFERS] = peak.buffers
     proved = np.asarray([sum(parts.values())])
     assumed = {name: _one(value) for name, value in columns.assumed(proved, columns.groups).items()}
     return MemoryBreakdown(rank, action, {k: v for k, v in parts.items() if v}, assumed)

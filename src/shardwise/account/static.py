@@ -22,6 +22,7 @@ from shardwise.plan.batch import Bools, Ints, LayoutBatch
 from shardwise.plan.job import Job
 from shardwise.plan.optimizer import ADAMW
 from shardwise.plan.shards import EXPERTS, State, borrowed, ends_share_rank, kv_copies, storages
+from shardwise.results import GRADIENTS, OPTIMIZER, PARAMETERS, TABLES
 from shardwise.units import DTYPE_BYTES
 
 SAME = "same"
@@ -148,7 +149,7 @@ class Columns:
         kinds = [kind for stage in held for kind in stage]
         c, w, wide, zero = self._compute, self._wide, self.job.precision.accumulate_bytes, self.zero
         aliased = (zero == 0) & (c == wide)
-        parts: dict[str, Count] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        parts: dict[str, Count] = {PARAMETERS: 0, GRADIENTS: 0, OPTIMIZER: 0}
         for kind in dict.fromkeys(kinds):
             count = min(kinds.count(kind), self.job.model.count(kind) * len(held))
             for s in (self.storage[n] for n in self.uses(kind) if n.partition(".")[0] == kind):
@@ -163,7 +164,7 @@ class Columns:
         tables = self.job.seq_len * self.job.model.head_dim * rotations * c
         # Scalars as well: the scale of the loss; where the head is, each micro-batch's loss and the gradient of one.
         scalars = wide * (1 + heads * (self.micro_batches + 1))
-        parts["tokens and tables"] = ends * self.data + tables + scalars
+        parts[TABLES] = ends * self.data + tables + scalars
         return parts
 
     def _optimizer(self, s: StorageColumns, aliased: Count) -> Count:

@@ -14,7 +14,7 @@ from shardwise.cluster.device import Cluster, ClusterError
 from shardwise.plan.job import Job
 from shardwise.plan.layout import RECOMPUTED, Layout
 from shardwise.plan.rules import findings
-from shardwise.results import MemoryBreakdown
+from shardwise.results import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBreakdown
 from shardwise.search import phrases
 from shardwise.search.neighbours import Change, Field, changed
 from shardwise.search.recipe import field_recipe
@@ -26,7 +26,7 @@ MAX_TIMES = 64
 NAMED = 3
 """Ways of the same job that are named."""
 
-STATE = ("parameters", "gradients", "optimizer")
+STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 """Parts of memory that more ranks share at best evenly: what they exceed tells how many more it takes at least."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.collective import Labels
+from shardwise.results import GRADIENTS, OPTIMIZER, PARAMETERS, TABLES
 from shardwise.train import timeline
 from shardwise.train.rank import Rank
 from shardwise.train.release import Releasing
@@ -183,9 +184,9 @@ def _held(rank: Rank) -> timeline.Held:
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
 
     for state in rank.states.values():
-        hold(timeline.PARAMETERS, state.weights)
-        hold(timeline.OPTIMIZER, state.master, *state.moments.values())
-        hold(timeline.GRADIENTS, state.gradient, state.gradient_shard)
+        hold(PARAMETERS, state.weights)
+        hold(OPTIMIZER, state.master, *state.moments.values())
+        hold(GRADIENTS, state.gradient, state.gradient_shard)
     for module in rank.executor.modules.values():
-        hold(timeline.TABLES, *module.context.rope)
+        hold(TABLES, *module.context.rope)
     return found

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.collective import Labels, Phase
+from shardwise.results import ACTIVATIONS, BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, TABLES
 
-PARAMETERS, GRADIENTS, OPTIMIZER, TABLES = "parameters", "gradients", "optimizer", "tokens and tables"
-GATHERED, ACTIVATIONS, BUFFERS = "gathered parameters", "activations", "pipeline buffers"
 WORKSPACE, OTHER = "workspace", "other"
 CATEGORIES: Final = (
     *(PARAMETERS, OPTIMIZER, GRADIENTS, TABLES),

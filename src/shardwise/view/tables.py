@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.plan.job import Job
-from shardwise.results import MemoryBreakdown, StepTime
+from shardwise.results import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBreakdown, StepTime
 from shardwise.units import format_bytes, format_count, format_flops, format_seconds, gib
 from shardwise.view import chart, words
 from shardwise.view.review import AtLevel, Flops, Review, UnderStack, bubble_s, communication_s, ledger_rows
@@ -87,11 +87,11 @@ def levels(found: Sequence[AtLevel], width: int) -> Group:
 
 
 LEVEL_PARTS = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optimizer",
-    "gathered parameters": "gathered",
-    "activations": "activat.",
+    PARAMETERS: "params",
+    GRADIENTS: "grads",
+    OPTIMIZER: "optimizer",
+    GATHERED: "gathered",
+    ACTIVATIONS: "activat.",
 }
 """Parts of the memory that a ZeRO level changes, and their heads."""
 
