@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, cast
 
+from shardwise.files import FileError, read_small
 from shardwise.model.families import FAMILIES, abstract
 from shardwise.model.read import ModelError, Reader, short
 from shardwise.model.spec import Model
@@ -161,21 +161,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     def refuse(said: str) -> ModelError:
         return ModelError(str(path), [said])
 
-    if path.is_dir():
-        raise refuse("a directory; wanted a JSON file")
-    # A pipe would block the opening, and a device may have no end.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise refuse("not a regular file")
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise refuse(f"larger than {MAX_FILE_BYTES:,} bytes, this is not a config.json")
+    try:
+        content = read_small(path, "a config.json", MAX_FILE_BYTES)
+    except FileError as error:
+        raise refuse(str(error)) from None
     if not content.strip():
         raise refuse("empty; wanted a JSON object of the model's dimensions")
     try:
-        found = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
-    except UnicodeDecodeError as error:
-        raise refuse(f"not UTF-8 at byte {error.start:,}; wanted a JSON file") from None
+        found = json.loads(content, object_pairs_hook=_once)
     except RecursionError:
         raise refuse("not JSON that can be read: nested too deeply") from None
     except json.JSONDecodeError as error:

@@ -7,7 +7,6 @@ The file embeds the model and the cluster in full; a file written by hand may na
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import tomli_w
 
 from shardwise.cluster import Cluster, ClusterError, from_dict, to_dict
 from shardwise.cluster.convert import structure
+from shardwise.files import FileError, read_small
 from shardwise.model.hf import KEYS, catalog, from_config, load_model, to_config
 from shardwise.model.spec import Model
 from shardwise.plan import layout as layouts
@@ -35,7 +35,7 @@ SCHEMA: Final = 1
 MAX_FILE_BYTES: Final = 1 << 18
 """A plan is about 3 kB. Larger files are no plans, and reading them should cost nothing."""
 
-MAX_LINE_BYTES: Final = 1 << 13
+MAX_LINE: Final = 1 << 13
 """A dotted key costs the square of its parts to read, and has to end where its line does."""
 
 MAX_SEQ_LEN: Final = 1 << 24
@@ -150,31 +150,18 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file's tables. Raises PlanError for what is no small regular UTF-8 TOML file, OSError as the system."""
     where = str(path)
     try:
-        # A pipe would block the opening, and a device may have no end.
-        with open(path, "rb", opener=_without_waiting) as file:
-            kind = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(kind):
-                raise PlanError(where, ["not a regular file"])
-            content = file.read(MAX_FILE_BYTES + 1)
-    except IsADirectoryError:
-        raise PlanError(where, ["a directory; wanted a TOML file"]) from None
+        content = read_small(path, "a plan, a cluster or a stack, as a TOML file", MAX_FILE_BYTES)
     except FileNotFoundError:
         raise PlanError(where, ["no such file"]) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise PlanError(where, [f"larger than {MAX_FILE_BYTES:,} bytes; wanted a plan or cluster, of a few kB"])
-    if max(map(len, content.splitlines()), default=0) > MAX_LINE_BYTES:
-        raise PlanError(where, [f"not TOML: a line is longer than {MAX_LINE_BYTES:,} bytes"])
+    except FileError as error:
+        raise PlanError(where, [str(error)]) from None
+    if max(map(len, content.split("\n"))) > MAX_LINE:
+        raise PlanError(where, [f"not TOML: a line is longer than {MAX_LINE:,} characters"])
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise PlanError(where, [f"not UTF-8 at byte {error.start:,}; wanted a TOML file"]) from None
+        return tomllib.loads(content)
     except (ValueError, RecursionError) as error:
         said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise PlanError(where, [f"not TOML: {said}"]) from None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_plan(data: Mapping[str, Any], where: str) -> Plan:

@@ -7,8 +7,6 @@ what the operations of another stack keep, and the memory model walks them as it
 
 # No `from __future__ import annotations` here: cattrs reads the Bounds off the fields, and drops them from texts.
 
-import os
-import stat
 import tomllib
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -19,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 from shardwise.cluster.convert import structure
 from shardwise.cluster.device import Bounds, ClusterError
+from shardwise.files import FileError, read_small
 from shardwise.model.spec import EMBEDDING, Block, Model, Op, Role, Scratch, TensorDesc
 
 MAX_FILE_BYTES = 1 << 20
@@ -140,33 +139,23 @@ def load_stack(spec: str) -> Stack:
         raise StackError([f"no stack is named {spec[:60]!r}{hint} (known: {known}, or a .toml file)"])
     if not path.exists():
         raise StackError([f"{str(path)[:200]}: no such file"])
-    return _read(_content(path), str(path))
+    try:
+        return _read(read_small(path, "a stack, as a TOML file", MAX_FILE_BYTES), str(path))
+    except FileError as error:
+        raise StackError([f"{path}: {error}"]) from None
 
 
 @cache
 def _known(name: str) -> Stack:
-    return _read((_FOLDER / f"{name}.toml").read_bytes(), name)
+    return _read((_FOLDER / f"{name}.toml").read_text("utf-8"), name)
 
 
 _FOLDER: Final = resources.files("shardwise.plan") / "stacks"
 
 
-def _content(path: Path) -> bytes:
-    """A small regular file. A pipe would block the opening, and a device may have no end."""
-    if path.is_dir():
-        raise StackError([f"{path}: a directory; wanted a TOML file"])
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise StackError([f"{path}: not a regular file"])
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise StackError([f"{path}: larger than {MAX_FILE_BYTES:,} bytes, this is no stack"])
-    return content
-
-
-def _read(content: bytes, where: str) -> Stack:
+def _read(content: str, where: str) -> Stack:
     try:
-        tables = tomllib.loads(content.decode("utf-8"))
+        tables = tomllib.loads(content)
     except (ValueError, RecursionError) as error:
         raise StackError([f"{where}: not TOML that can be read: {error}"]) from None
     faults = [f"{key}: missing; wanted text" for key in ("name", "title", "source") if key not in tables]

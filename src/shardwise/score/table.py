@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
 from math import isfinite
 from pathlib import Path
 from typing import Final
+
+from shardwise.files import FileError, read_small
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_ROWS: Final = 20_000
@@ -125,23 +125,10 @@ def read_table(path: Path) -> list[Published]:
 
 
 def _text(path: Path) -> str:
-    """A regular file's text. What is not regular is not waited for."""
-
-    def refuse(said: str) -> TableError:
-        return TableError(str(path), [said])
-
-    if path.is_dir():
-        raise refuse("a directory; wanted a CSV file of published runs")
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise refuse("not a regular file; wanted a CSV file of published runs")
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise refuse(f"larger than {MAX_FILE_BYTES:,} bytes; wanted a CSV file of published runs")
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise refuse(f"not UTF-8 at byte {error.start:,}; wanted a CSV file of published runs") from None
+        return read_small(path, "a CSV file of published runs", MAX_FILE_BYTES)
+    except FileError as error:
+        raise TableError(str(path), [str(error)]) from None
 
 
 def _header_faults(header: list[str]) -> list[str]:

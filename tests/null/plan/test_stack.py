@@ -98,7 +98,7 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"name = ", "not TOML that can be read"),
-        (b"\xff\xfe", "not TOML that can be read"),
+        (b"\xff\xfe", "not UTF-8 at byte 0"),
         (b"a = " + b"[" * 100_000, "not TOML that can be read"),
         (b"#" * (1 << 21), "larger than 1,048,576 bytes"),
         (b"", "name: missing; wanted text"),
