@@ -79,8 +79,7 @@ class _Recording:
         self.held: timeline.Held = {}
         self.comm = rank.world.comm
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if rank.device.type == "cuda" else [])]
-        self.profiler = profile(activities=activities, profile_memory=True)
-        self.profiler.prepare_trace()
+        self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self._begin()
 
     def advance(self) -> None:
@@ -97,6 +96,7 @@ class _Recording:
 
     def _begin(self) -> None:
         if self.step == self.first < self.steps.stop:
+            self.profiler.prepare_trace()
             self.held = _held(self.rank)
             self.profiler.start_trace()
             self.rank.world.labels.watch = self._watch
