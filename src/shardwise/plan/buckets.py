@@ -101,8 +101,8 @@ def buckets_of(held: RankUnits, layout: Layout) -> dict[str, Bucket]:
     found: list[Bucket] = []
     taken: set[str] = set()
     for stage in sorted(held.stages, key=lambda s: s.index):  # a weight of both ends is ended in the first stage
-        names = dict.fromkeys(name for unit in reversed(stage.units) for name in held.uses[unit.name])
-        fresh = [held.storages[name] for name in names if name not in taken]
+        names = dict.fromkeys(name for unit in stage.units for name in held.uses[unit.name])
+        fresh = [held.storages[name] for name in reversed(names) if name not in taken]
         taken |= names.keys()
         for axes in dict.fromkeys(s.copy_axes for s in fresh):
             found += _filled([s for s in fresh if s.copy_axes == axes])
