@@ -27,11 +27,13 @@ AGAIN = (
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Parameters of one dtype and device; `flat` [numel + one count a parameter] exists while it is reduced."""
+    """Parameters of one dtype and device; `flat` [numel + one count a parameter] exists while it is reduced, `parts`
+    are its views of the parameters' shapes."""
 
     parameters: list[torch.nn.Parameter]
     missing: set[int] = field(default_factory=set[int])
     flat: torch.Tensor | None = None
+    parts: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     work: dist.Work | None = None
     used: list[bool] = field(default_factory=list[bool])
     late: bool = False
@@ -39,27 +41,26 @@ class Bucket:
 
     def reset(self) -> None:
         self.missing = set(range(len(self.parameters)))
-        self.flat, self.work, self.used, self.late = None, None, [], False
+        self.flat, self.parts, self.work, self.used, self.late = None, [], None, [], False
 
     @torch.no_grad()
     def launch(self, ranks: Ranks) -> None:
         """Take the gradients, divided by the ranks, and start their sum."""
         self.used = [p.grad is not None for p in self.parameters]
-        numel = sum(p.numel() for p in self.parameters)
-        self.flat = self.parameters[0].new_empty(numel + len(self.parameters))
-        offset = 0
-        for p in self.parameters:
-            part = self.flat[offset : offset + p.numel()].view(p.shape)
+        sizes = [p.numel() for p in self.parameters]
+        self.flat = self.parameters[0].new_empty(sum(sizes) + len(sizes))
+        *flats, counts = self.flat.split([*sizes, len(sizes)])
+        self.parts = [flat.view(p.shape) for flat, p in zip(flats, self.parameters, strict=True)]
+        for p, part in zip(self.parameters, self.parts, strict=True):
             if p.grad is None:
                 part.zero_()
             else:
                 torch.div(p.grad, ranks.size, out=part)
                 p.grad = None  # the bucket has it: the peak is the gradients and one bucket
-            offset += p.numel()
         if all(self.used):
-            self.flat[numel:] = 1
+            counts.fill_(1)
         else:
-            self.flat[numel:] = self.flat.new_tensor(self.used)
+            counts.copy_(counts.new_tensor(self.used))
         self.work = start_all_reduce(self.flat, ranks)
 
     def land(self) -> None:
@@ -68,12 +69,9 @@ class Bucket:
             raise RuntimeError("a bucket was waited for before its reduction began")
         self.work.wait()
         counts = None if all(self.used) else self.flat[-len(self.used) :].tolist()
-        offset = 0
-        for i, p in enumerate(self.parameters):
+        for i, (p, average) in enumerate(zip(self.parameters, self.parts, strict=True)):
             if counts is None or counts[i] > 0:
-                average = self.flat[offset : offset + p.numel()].view(p.shape)
                 p.grad = average if p.grad is None else p.grad + average
-            offset += p.numel()
         self.reset()
 
 
