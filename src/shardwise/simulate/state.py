@@ -156,7 +156,7 @@ def _storage_s(job: Job, batch: LayoutBatch, s: Storage, groups: _Groups, alike:
     many = np.where(zero == 0, together(s.shard_numel, alike), 1)
     final = collective_s(Kind.ALL_REDUCE, many * s.shard_numel * summed, groups.copies) / many
     if groups.twins is not None:
-        final = final + collective_s(Kind.ALL_REDUCE, s.shard_numel * summed, groups.twins)
+        final = final + collective_s(Kind.ALL_REDUCE, many * s.shard_numel * summed, groups.twins) / many
     for move in tensor_moves(s):
         over = collective_s(move.kind, move.elements * summed, groups.kv_copies if move.axes == COPIES else groups.tp)
         final = final + np.where(np.asarray(move.elements) > 0, over, 0.0)

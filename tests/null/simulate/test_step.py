@@ -11,7 +11,7 @@ import pytest
 from shardwise.account.comm import predict_ledger
 from shardwise.account.compute import unit_flops
 from shardwise.cluster import parse_cluster
-from shardwise.collective import Collective, Phase
+from shardwise.collective import Collective, Kind, Phase
 from shardwise.model.hf import load_model
 from shardwise.plan.batch import Bools, LayoutBatch
 from shardwise.plan.job import Job
@@ -163,6 +163,22 @@ def test_communication_is_the_ledger_priced(text: str) -> None:
     # Beside the collectives: scalars, and with ZeRO-3 the buffers that are opened and added.
     beside = step.parts_s["reduce gradients"] - priced["gradients"]
     assert 0 <= beside < (0.1 if layout.zero == 3 else 1e-3) * step.total_s
+
+
+@pytest.mark.parametrize("text", ["dp=64 mb=1", "tp=2 sp=0 dp=32 mb=1", "tp=8 sp=0 dp=8 mb=1"])
+def test_gradients_of_small_layers_are_priced_in_their_buckets(text: str) -> None:
+    """Buckets of layers alone are closed form, those at the ends hold other units too: an all-reduce more or less. Were
+    each unit summed by itself, it would be one for each."""
+    layout, shown = parse(text), replace(SHARDWISE, overlap=replace(SHARDWISE.overlap, final=0.0))
+    work = Job(load_model("gpt2"), parse_cluster("8x8xh100"), 1024, 64, stack=shown)
+    found = step_time(work, layout).parts_s["reduce gradients"]
+    sums = {c: n for c, n in predict_ledger(work, layout, 0).items() if c.key.phase == Phase.REDUCE}
+    group = links(work.cluster, (layout.tp, layout.dp))
+    priced = sum(n * float(collective_s(c.kind, c.payload_bytes, group)) for c, n in sums.items())
+    start = float(collective_s(Kind.ALL_REDUCE, 1, group))
+    scalars = 4 * float(collective_s(Kind.ALL_REDUCE, 8, links(work.cluster, (1, 64))))
+    assert sum(sums.values()) <= 14
+    assert -2 * start <= found - priced <= 2 * start + scalars
 
 
 @pytest.mark.parametrize("text", ["tp=8 dp=64 zero=1 mb=1", "dp=512 mb=1", "tp=2 pp=8 dp=32 zero=1 mb=1"])
