@@ -255,6 +255,29 @@ def test_pages_fit_their_width_and_lose_nothing(words: tuple[str, ...], width: i
     assert "…" not in result.stdout
 
 
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gpt2", "--on", "2x8xh100", "--seq", "1024", "--layout", "pp=2 tp=2 dp_replicate=2 dp_shard=2 zero=1 mb=4"),
+        ("llama-3.1-405b", "--on", "2048x8xh100", "--layout", "tp=8 pp=16 dp_replicate=64 dp_shard=2 zero=3 mb=1"),
+        ("deepseek-v3", "--on", "256x8xh800", "--layout", "pp=16 ep=64 dp=128 zero=1 mb=1 schedule=dualpipe"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_figure_of_the_ledger_is_cut(words: tuple[str, ...], width: int) -> None:
+    """The columns of words give way, those of numbers do not."""
+    result = CliRunner().invoke(app, ["show", *words, "--batch", "15360"], env={"COLUMNS": str(width)})
+    assert result.exit_code == 0, result.output
+    table = result.stdout.partition("Communication of rank 0 in one step\n")[2].partition("payload: ")[0].splitlines()
+    assert max(map(len, table)) <= width
+    assert table[0].split()[-4:] == ["ranks", "count", "payload", "alone"]
+    rows = [line for line in table[1:] if re.search(r"(reduce|gather|scatter|to-all|send|recv):", line)]
+    assert len(rows) > 7
+    assert all(re.search(r"[\d,]+ +[\d,]+ +[\d,.]+ ([KMGTP]i)?B +[\d.,]+ (s|ms|µs)$", line.rstrip()) for line in rows)
+    assert "…" not in "".join(table)
+
+
 # --------------------------------------------------------------------------------------------------------- plan files
 
 

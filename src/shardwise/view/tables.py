@@ -167,16 +167,17 @@ def ledger(of: Review) -> RenderableType:
     if not rows:
         return Text("none: every group has one rank")
     table = plain(1)
-    table.add_column("axis", overflow="fold", max_width=11)
+    table.add_column("axis", no_wrap=True)
     table.add_column("phase", no_wrap=True)
-    table.add_column("what travels", min_width=19)
+    table.add_column("what travels", min_width=15)
     table.add_column("over", overflow="fold")
     for head in ("ranks", "count", "payload", "alone"):
         table.add_column(head, justify="right", no_wrap=True)
     degrees = dict(of.layout.mesh.degrees)
     for row in rows:
-        # An axis of one rank moves nothing: pp+dp_replicate+dp_shard is long enough where all three are there.
+        # An axis of one rank moves nothing. Where the others are long together, they stand one below the other.
         axis = "+".join(a for a in row.axis.split("+") if degrees.get(a, 2) > 1)
+        axis = axis if len(axis) <= len("dp_replicate") else axis.replace("+", "+\n")
         what = f"{row.kind}:\n{row.travels}"
         size = format_bytes(row.payload_bytes)
         numbers = format_count(row.ranks), format_count(row.issued), size, format_seconds(row.alone_s)
