@@ -97,7 +97,6 @@ def peak(rank: int, world_size: int, init_method: str, row: int, size: Size, sid
 def _wait_for_holders() -> None:
     """Have every wait for a collective, of either side, end a moment late. A thread of gloo lets go of a tensor a
     moment after the wait has ended; memory that is released there is released unseen, and would count for ever."""
-    wait, wait_tensor = dist.Work.wait, functional.wait_tensor
 
     def patient(function: Callable[..., Any]) -> Callable[..., Any]:
         def waited(*args: Any, **options: Any) -> Any:
@@ -107,8 +106,8 @@ def _wait_for_holders() -> None:
 
         return waited
 
-    dist.Work.wait = patient(wait)
-    functional.wait_tensor = patient(wait_tensor)
+    dist.Work.wait = patient(dist.Work.wait)
+    functional.wait_tensor = patient(functional.wait_tensor)
 
 
 def _peak_of(profiler: Any) -> int:

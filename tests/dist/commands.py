@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import IO
 
@@ -89,8 +90,6 @@ def _server() -> ForkServerContext:
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     try:
-        from multiprocessing.forkserver import ensure_running
-
         ensure_running()
     finally:
         os.environ.clear()

@@ -9,13 +9,14 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def one_core(request: pytest.FixtureRequest, worker_id: str) -> Iterator[None]:
-    """A core for each worker, where its test starts no processes."""
+def one_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A core for each worker, where its test is not marked as one that starts processes: these would inherit it, and a
+    server for later tests too."""
     if request.node.get_closest_marker("dist") or not hasattr(os, "sched_setaffinity"):
         yield
         return
     cores = sorted(os.sched_getaffinity(0))
-    number = int("0" + "".join(filter(str.isdigit, worker_id)))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     try:
         yield

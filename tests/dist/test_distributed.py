@@ -24,6 +24,9 @@ from shardwise.train.threads import run_threads
 from tests.dist.pool import run_gloo
 from tests.dist.test_threads import DTYPES, every_operation
 
+pytestmark = pytest.mark.dist
+
+
 # Run by gloo ranks ----------------------------------------------------------------------------------------------------
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from shardwise.mesh import Axes
-from shardwise.plan import buckets
-from shardwise.plan.buckets import Bucket, GradientMove
+from shardwise.plan.buckets import Bucket, GradientMove, buckets_of
 from shardwise.plan.job import Job
 from shardwise.plan.layout import Layout, parse
-from shardwise.plan.rows import lowered_row
 from shardwise.plan.rules import findings
 from shardwise.plan.shards import COPIES, rank_units
 from shardwise.train.threads import run_threads
+from tests.support.filled import filled_by
 from tests.support.front import NAMES, ODD, TWICE, Case, cases, odd
 from tests.support.models import job, tiny
 from tests.support.parity import assert_parity, run_rank
@@ -79,15 +76,7 @@ def test_more_than_two_stages_a_rank_equal_one_process(text: str) -> None:
     check(layout, work, masked=True)
 
 
-@pytest.fixture(params=[1, 5_000], ids=["a unit each", "a few units each"])
-def filled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Buckets that a tiny model fills: of one unit each, or of a few."""
-    monkeypatch.setattr(buckets, "BUCKET_NUMEL", request.param)
-    lowered_row.cache_clear()
-    yield request.param
-    lowered_row.cache_clear()
-
-
+@pytest.mark.parametrize("numel", [1, 5_000], ids=["a unit each", "a few units each"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -100,15 +89,15 @@ def filled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         "pp=2 tp=2 dp=2 schedule=interleaved:2 mb=1",
     ],
 )
-def test_gradients_in_several_buckets_equal_one_process(text: str, filled: int) -> None:
+def test_gradients_in_several_buckets_equal_one_process(text: str, numel: int) -> None:
     layout = parse(text)
     work = job(tiny(6, tied=True, kv_heads=1), f"{layout.world_size}xcpu")
-    found = [
-        b for r in range(layout.pp) for b in buckets.buckets_of(rank_units(work.model, layout, r), layout).values()
-    ]
-    assert len(found) > layout.pp
-    assert (max(len(b.storages) for b in found) > 1) is (filled > 1)
-    check(layout, work, masked=True)
+    with filled_by(numel):
+        held = [rank_units(work.model, layout, rank) for rank in range(layout.pp)]
+        found = [bucket for units in held for bucket in buckets_of(units, layout).values()]
+        assert len(found) > layout.pp
+        assert (max(len(b.storages) for b in found) > 1) is (numel > 1)
+        check(layout, work, masked=True)
 
 
 @pytest.mark.parametrize("axes", [("tp",), COPIES])

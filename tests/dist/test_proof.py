@@ -45,7 +45,7 @@ def test_an_odd_number_of_micro_batches_on_two_copies_is_proved(text: str, micro
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpipe"}))
 def test_a_long_step_is_continued_by_its_period(name: str, pp: int) -> None:
-    """On every rank; what is executed and continued is what the whole step, executed, shows. (GPipe has no period.)"""
+    """On every rank; what is executed and continued is what the whole step, executed, shows."""
     layout = parse(f"pp={pp} schedule={name} mb=1")
     work = job(tiny(max(3, layout.stages - 1), tied=True), f"{pp}xcpu", batch=32)
     for rank in range(pp):
@@ -56,3 +56,12 @@ def test_a_long_step_is_continued_by_its_period(name: str, pp: int) -> None:
         peaks = [short.measured_peak_bytes, whole.measured_peak_bytes, whole.predicted_peak_bytes]
         assert peaks == sorted(peaks)
         assert peaks[-1] - peaks[0] <= 8 * (32 + 2)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_gpipe_has_no_period(pp: int) -> None:
+    """Every forward is alive at once: the step is executed whole."""
+    work = job(tiny(3, tied=True), f"{pp}xcpu", batch=32)
+    proof = prove_rank(work, parse(f"pp={pp} schedule=gpipe mb=1"), pp - 1, tensors="real")
+    assert proof.executed == 32
+    assert_proved(proof)

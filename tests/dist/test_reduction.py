@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from shardwise.collective import Labels, Phase
-from shardwise.plan import buckets
 from shardwise.plan.layout import parse
-from shardwise.plan.rows import lowered_row
 from shardwise.train.comm import Comm, Group, Work
 from shardwise.train.rank import build_rank, gradients
 from shardwise.train.reduction import Reductions, Start
 from shardwise.train.threads import run_threads
+from tests.support.filled import filled_by
 from tests.support.models import job, tiny
 from tests.support.parity import batches, local_data
 
@@ -83,12 +82,8 @@ class Watched:
 
 
 @pytest.mark.parametrize("text", ["dp=2 mb=2", "dp=2 zero=1 mb=2", "pp=2 dp=2 schedule=zb-h1 mb=1"])
-def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(text: str) -> None:
     """Of layers that fill their buckets."""
-    monkeypatch.setattr(buckets, "BUCKET_NUMEL", 1)
-    lowered_row.cache_clear()
     layout = parse(text)
     work = job(tiny(4), f"{layout.world_size}xcpu", batch=8)
 
@@ -108,8 +103,8 @@ def test_a_layers_sum_is_under_way_while_the_layers_below_it_compute(
         gradients(built, ids if built.needs_ids else None, targets if built.needs_targets else None)
         return log
 
-    logs = run_threads(layout.world_size, rank)
-    lowered_row.cache_clear()
+    with filled_by(1):
+        logs = run_threads(layout.world_size, rank)
     for log in logs:
         sums = [entry for entry in log if not entry.startswith(("backward", "wait"))]
         last = [len(log) - 1 - log[::-1].index(f"backward of {unit}") for unit in sums]

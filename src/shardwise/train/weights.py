@@ -50,8 +50,7 @@ class Slot:
     def open(self, gradient: torch.Tensor | None) -> None:
         """Sum into a view [shards, rows * columns] from now on."""
         self.gradient = gradient
-        one = gradient is not None and gradient.shape[0] == 1
-        self.whole = gradient.view(self.record.shape) if gradient is not None and one else None
+        self.whole = None if gradient is None or len(gradient) > 1 else gradient.view(self.record.shape)
 
     def destination(self) -> torch.Tensor:
         if self.gradient is None:
